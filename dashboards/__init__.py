@@ -1,0 +1,1 @@
+"""The Panel app over run directories and a live engine."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to a running, sharded model: usable without notebooks."""

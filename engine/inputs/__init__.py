@@ -1,0 +1,1 @@
+"""What goes into a model: token ids, chat templates and pixel tensors."""

@@ -1,0 +1,1 @@
+"""Models: frozen specs, families, blocks, and the stack built from them."""

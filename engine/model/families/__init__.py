@@ -1,0 +1,1 @@
+"""Families: `spec(config)` and `RULES`, one file each."""

@@ -1,0 +1,1 @@
+"""Blocks: the mathematics that families configure, one file each."""

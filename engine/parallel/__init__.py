@@ -1,0 +1,1 @@
+"""Meshes, plans, collectives and launchers."""

@@ -1,0 +1,1 @@
+"""Requests, scheduling, cache, sampling, the engine and its host."""

@@ -1,0 +1,1 @@
+"""Storage formats: sizes, companion tensors, slice alignment and unpacking, one file each."""

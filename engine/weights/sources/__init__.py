@@ -1,0 +1,1 @@
+"""Sources of bytes: local files, HTTP ranges and object stores, one file each."""
