@@ -1,0 +1,1 @@
+"""Facts that ship with the package: devices, links and the configurations of released models."""
