@@ -1,0 +1,108 @@
+"""What was found wrong or worth knowing, as data; every code that can occur is listed here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Severity = Literal["fatal", "warning", "note"]
+
+CODES: dict[str, str] = {
+    # files and headers
+    "missing-shard": "the index names a shard that is not there",
+    "stale-index": "the index disagrees with the headers of the shards",
+    "unlisted-tensor": "a shard holds a tensor that the index does not list",
+    "duplicate-tensor": "the same tensor name occurs in two shards",
+    "truncated-shard": "a shard is shorter than its header says",
+    "read-failed": "the system could not read a part of a file",
+    "trailing-bytes": "a shard is longer than its header says",
+    "header-too-large": "a header exceeds the limit on its size",
+    "header-invalid": "a header is not valid: JSON, offsets, overlap, gaps or sizes",
+    "not-safetensors": "the file is not a safetensors file",
+    "unsafe-file": "a file that could run code, or a path that leaves the directory",
+    "not-found": "a path, file or name that does not exist",
+    "missing-side-file": "a file beside the weights (tokenizer, processor, template, config) is missing",
+    "side-file-invalid": "a file beside the weights cannot be read",
+    # account of tensors and parameters
+    "missing-tensor": "a parameter has no tensor to come from",
+    "unconsumed-tensor": "a tensor that no parameter consumes",
+    "shape-mismatch": "a tensor's shape is not the parameter's",
+    "dtype-mismatch": "a tensor's dtype cannot serve the parameter",
+    "unpaired-scale": "a quantized tensor without its scale, or a scale without its tensor",
+    "tied-head": "the output head comes from the embedding",
+    "conflicting-flag": "configuration and checkpoint contradict each other",
+    "padded-tensor": "a tensor is larger than needed; the tail must be zero",
+    # architecture
+    "unknown-architecture": "no family recognises the configuration",
+    "unsupported-block": "a configuration key asks for mathematics that no block has",
+    "unsupported-format": "a storage format that cannot be read",
+    "config-invalid": "a configuration key is missing or has an impossible value",
+    "unread-config-key": "a configuration key that nothing reads",
+    "no-positions": "the model has no positional encoding",
+    "remote-code": "the checkpoint brings code; it was not run",
+    # plans
+    "indivisible": "a size does not divide by an axis of the mesh",
+    "does-not-fit": "the plan needs more memory than the devices have",
+    "unsupported-axis": "an axis of the mesh that this model or build cannot use",
+    "unknown-device": "a device that the hardware facts do not list",
+    # inputs and requests
+    "bad-image": "a picture that cannot be used",
+    "bad-request": "a request that cannot be served",
+    "bad-golden": "a golden file that cannot be used",
+    "context-too-long": "a request needs more tokens than the context holds",
+    "usage": "the command line or a configuration file is wrong",
+    # running
+    "rank-lost": "a rank died or stopped answering",
+    "engine-failed": "the engine did not start or failed",
+    "earlier-rung-failed": "a rung of the ladder below failed",
+    "not-available": "a part that this machine does not have",
+}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding: what, how bad, where, expected against found, and the next action.
+
+    `code` is one of `CODES`. `tensors` lists the tensors concerned (all of them; renderers shorten).
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    file: str | None = None
+    tensors: tuple[str, ...] = ()
+    expected: str | None = None
+    found: str | None = None
+    next: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, f"finding code {self.code!r} is not listed in CODES"
+
+    def __str__(self) -> str:
+        parts = [f"{self.code}: {self.message}"]
+        if self.file:
+            parts.append(f"file: {self.file}")
+        if self.tensors:
+            shown = ", ".join(self.tensors[:4])
+            more = f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else ""
+            parts.append(f"tensors: {shown}{more}")
+        if self.expected is not None or self.found is not None:
+            parts.append(f"expected: {self.expected}; found: {self.found}")
+        if self.next:
+            parts.append(f"next: {self.next}")
+        return "\n  ".join(parts)
+
+
+def fatal(code: str, message: str, **fields: object) -> Finding:
+    """A finding that forbids going on."""
+    return msgspec.convert({"code": code, "severity": "fatal", "message": message, **fields}, Finding)
+
+
+def warning(code: str, message: str, **fields: object) -> Finding:
+    """A finding to look at; going on is allowed."""
+    return msgspec.convert({"code": code, "severity": "warning", "message": message, **fields}, Finding)
+
+
+def note(code: str, message: str, **fields: object) -> Finding:
+    """A finding worth knowing."""
+    return msgspec.convert({"code": code, "severity": "note", "message": message, **fields}, Finding)

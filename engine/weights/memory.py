@@ -1,0 +1,245 @@
+"""Memory reserved before anything is read into it: one pool per role (weights, cache, ...), in huge pages if given."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import re
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the widest vector registers
+HUGE_PAGE_BYTES = 2 << 20
+HUGE_FROM_BYTES = 32 << 20  # smaller pools are not rounded up to whole huge pages, which would cost more than 6 %
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
+
+
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pool holds and how the system backs it.
+
+    `reserved_bytes` is what the system was asked for, `taken_bytes` what tensors use of it (with alignment).
+    `huge_page_bytes` is what huge pages back of it, or None with `huge_page_reason` saying why that is unknown.
+    `fault_s` is the time it took until every page was there.
+    """
+
+    name: str
+    device: str
+    reserved_bytes: int
+    taken_bytes: int
+    huge_page_bytes: int | None
+    huge_page_reason: str | None
+    fault_s: float
+
+
+class Pool:
+    """One contiguous range of memory, reserved and backed at once, from which tensors are taken and never returned.
+
+    Tensors are views of the range and keep it alive. A pool never grows.
+    """
+
+    def __init__(self, name: str, data_N: torch.Tensor, fault_s: float) -> None:
+        """Take over `data_N`, uint8 [reserved bytes]; use `Pool.reserve`."""
+        self.name = name
+        self._data_N = data_N
+        self._fault_s = fault_s
+        self._taken_bytes = 0
+
+    @classmethod
+    def reserve(
+        cls,
+        nbytes: int,
+        name: str,
+        device: str | torch.device = "cpu",
+        threads: int | None = None,
+        huge_pages: bool = True,
+    ) -> Pool:
+        """Reserve `nbytes` and have the system back every page now, by `threads` threads (default: torch's).
+
+        On CPUs the range is anonymous memory that starts on a huge page and asks for them (`madvise(MADV_HUGEPAGE)`);
+        `report()` tells whether they were given. Elsewhere it is one allocation of torch. Contents are zero on CPUs,
+        undefined elsewhere. Each tensor is aligned to 64 bytes: ask for the sum of `aligned(nbytes)` over them.
+
+        Raises:
+            Refused: the device does not have that much memory.
+        """
+        device = torch.device(device)
+        started = time.perf_counter()
+        if device.type == "cpu":
+            data_N = _reserve_pages(nbytes, name, threads or torch.get_num_threads(), huge_pages)
+        else:
+            data_N = _reserve_on_device(nbytes, name, device)
+        return cls(name, data_N, time.perf_counter() - started)
+
+    @property
+    def device(self) -> torch.device:
+        return self._data_N.device
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._data_N.numel()
+
+    @property
+    def free_bytes(self) -> int:
+        return self.reserved_bytes - self._taken_bytes
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next `shape` elements of the pool as a contiguous tensor, aligned to 64 bytes.
+
+        Raises:
+            MemoryError: the pool is used up; whoever reserved it counted wrong.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if aligned(nbytes) > self.free_bytes:
+            raise MemoryError(
+                f"pool '{self.name}' of {self.reserved_bytes} bytes has {self.free_bytes} left; "
+                f"{aligned(nbytes)} were asked for {list(shape)} of {dtype}"
+            )
+        start = self._taken_bytes
+        self._taken_bytes += aligned(nbytes)
+        return self._data_N[start : start + nbytes].view(dtype).view(shape)
+
+    def report(self) -> PoolReport:
+        """Sizes, huge pages and the time to reserve."""
+        huge_page_bytes, reason = self._huge_pages()
+        return PoolReport(
+            name=self.name,
+            device=str(self.device),
+            reserved_bytes=self.reserved_bytes,
+            taken_bytes=self._taken_bytes,
+            huge_page_bytes=huge_page_bytes,
+            huge_page_reason=reason,
+            fault_s=self._fault_s,
+        )
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        assert 0 <= self._taken_bytes <= self.reserved_bytes
+        assert self._taken_bytes % ALIGNMENT_BYTES == 0
+        assert self._data_N.data_ptr() % ALIGNMENT_BYTES == 0
+
+    def _huge_pages(self) -> tuple[int | None, str | None]:
+        if self.device.type != "cpu":
+            return None, "not memory of the CPU"
+        return huge_page_bytes(self._data_N.data_ptr(), self.reserved_bytes)
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to what a tensor of that size takes from a pool."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def writable_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, to be read into; valid as long as the tensor lives."""
+    assert tensor.device.type == "cpu", tensor.device
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def huge_page_bytes(address: int, nbytes: int) -> tuple[int | None, str | None]:
+    """Bytes of a range of this process that huge pages back, from /proc/self/smaps; or None and why it is not known."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        return None, "this system has no /proc/self/smaps"
+    total = 0
+    inside = False
+    for line in smaps.read_text().splitlines():
+        area = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if area:
+            inside = int(area[1], 16) < address + nbytes and address < int(area[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            total += int(line.split()[1]) * 1024
+    return min(total, nbytes), None
+
+
+def available_bytes() -> int | None:
+    """Memory this process can still get: what Linux calls available, within its cgroup's limit; None if not known."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    limits = [int(found[1]) * 1024] if found else []
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        limits.append(max(0, int(text) - int(used.read_text())))
+    return min(limits, default=None)
+
+
+def measure_read_bandwidth(nbytes: int = 256 << 20, repeats: int = 7, huge_pages: bool = True) -> float:
+    """Bytes per second that torch's threads together read from memory: the limit of decoding, which reads every weight.
+
+    The best of `repeats` sums over `nbytes` that no cache holds, as int64: one vector addition for each load.
+    """
+    data_N = Pool.reserve(nbytes, "bandwidth", huge_pages=huge_pages).take((nbytes // 8,), torch.int64)
+    best_s = math.inf
+    for _ in range(repeats):
+        started = time.perf_counter()
+        data_N.sum()
+        best_s = min(best_s, time.perf_counter() - started)
+    return nbytes / best_s
+
+
+def _reserve_on_device(nbytes: int, name: str, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise _does_not_fit(name, nbytes, f"{device}: {error}") from error
+
+
+def _reserve_pages(nbytes: int, name: str, threads: int, huge_pages: bool) -> torch.Tensor:
+    """Zeroed anonymous memory, every page backed, as uint8 [nbytes]; starts on a huge page."""
+    available = available_bytes()
+    if available is not None and nbytes > available:
+        raise _does_not_fit(name, nbytes, f"{available} bytes available")
+    unit = HUGE_PAGE_BYTES if huge_pages and nbytes >= HUGE_FROM_BYTES else mmap.PAGESIZE
+    length = max(1, -(-nbytes // unit)) * unit
+    # A huge page more at each end than needed: room to align, and the range stays an area of its own in smaps.
+    try:
+        area = mmap.mmap(-1, length + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _does_not_fit(name, nbytes, str(error)) from error
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    start = HUGE_PAGE_BYTES - address % HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE, start, length)
+    _back(area, address + start, start, length, threads)
+    return torch.frombuffer(area, dtype=torch.uint8, offset=start, count=max(1, nbytes))[:nbytes]
+
+
+def _back(area: mmap.mmap, address: int, start: int, length: int, threads: int) -> None:
+    """Have the system back [address, address + length) now, one part per thread."""
+    part = -(-length // threads // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES or HUGE_PAGE_BYTES
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def back(offset: int) -> None:
+        nbytes = min(part, length - offset)
+        if libc.madvise(address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # an older system: touch each page
+            view = memoryview(area)
+            for page in range(start + offset, start + offset + nbytes, mmap.PAGESIZE):
+                view[page] = 0
+
+    workers = [threading.Thread(target=back, args=(offset,)) for offset in range(0, length, part)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def _does_not_fit(name: str, nbytes: int, found: str) -> Refused:
+    return Refused(
+        fatal(
+            "does-not-fit",
+            f"the pool '{name}' cannot be reserved",
+            expected=f"{nbytes} bytes of memory",
+            found=found,
+            next="run `firstlight plan` for a layout that fits: more ranks, a shorter context or fewer sequences",
+        )
+    )

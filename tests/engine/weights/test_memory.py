@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.weights.memory import (
+    HUGE_FROM_BYTES,
+    HUGE_PAGE_BYTES,
+    Pool,
+    aligned,
+    available_bytes,
+    huge_page_bytes,
+    measure_read_bandwidth,
+    writable_bytes,
+)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_tensors_are_aligned_contiguous_zero_and_do_not_overlap() -> None:
+    shapes = [
+        ((3, 5), torch.bfloat16),
+        ((7,), torch.float32),
+        ((), torch.int64),
+        ((0, 4), torch.float16),
+        ((130,), torch.uint8),
+    ]
+    pool = Pool.reserve(1 << 16, "weights")
+    tensors = [pool.take(shape, dtype) for shape, dtype in shapes]
+    for tensor, (shape, dtype) in zip(tensors, shapes, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
+        assert not tensor.any()
+    for value, tensor in enumerate(tensors, start=1):
+        tensor.fill_(value)
+    for value, tensor in enumerate(tensors, start=1):
+        assert (tensor == value).all()
+    pool.check()
+    assert pool.report().taken_bytes == sum(aligned(tensor.nbytes) for tensor in tensors)
+
+
+def test_a_pool_never_grows() -> None:
+    pool = Pool.reserve(256, "cache")
+    pool.take((32,), torch.float32)
+    with pytest.raises(MemoryError, match=r"pool 'cache' of 256 bytes has 128 left; 192 were asked for \[33\]"):
+        pool.take((33,), torch.float32)
+    pool.take((32,), torch.float32)
+    assert pool.free_bytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, HUGE_FROM_BYTES + 12345])
+def test_any_size_is_reserved_exactly(nbytes: int) -> None:
+    pool = Pool.reserve(nbytes, "odd")
+    assert pool.reserved_bytes == pool.free_bytes == nbytes
+    if nbytes % 64 == 0:
+        pool.take((nbytes,), torch.uint8)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_page_is_there_after_reserve(threads: int) -> None:
+    nbytes = 64 << 20
+    before = resident_bytes()
+    pool = Pool.reserve(nbytes, "weights", threads=threads)
+    assert resident_bytes() - before >= nbytes * 0.98
+    assert pool.report().fault_s > 0
+
+
+def test_memory_goes_back_with_the_last_tensor_and_not_before() -> None:
+    nbytes = 64 << 20
+    before = resident_bytes()
+    tensor = Pool.reserve(nbytes, "weights").take((nbytes // 4,), torch.float32)
+    assert resident_bytes() - before >= nbytes * 0.98
+    tensor.fill_(2.0)
+    assert tensor[-1] == 2.0
+    del tensor
+    assert resident_bytes() - before < nbytes * 0.1
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no transparent huge pages")
+def test_report_says_what_the_system_gave() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    asked = Pool.reserve(64 << 20, "weights").report()
+    assert asked.huge_page_reason is None
+    assert asked.huge_page_bytes is not None
+    assert asked.huge_page_bytes % HUGE_PAGE_BYTES == 0
+    if "[never]" not in enabled:
+        assert asked.huge_page_bytes >= 32 << 20, (
+            "the system grants huge pages but gave fewer than half of those asked for"
+        )
+    not_asked = Pool.reserve(64 << 20, "weights", huge_pages=False).report()
+    assert not_asked.huge_page_bytes == 0
+
+
+def test_huge_pages_of_neighbouring_pools_are_told_apart() -> None:
+    with_huge = Pool.reserve(64 << 20, "a")
+    without = Pool.reserve(64 << 20, "b", huge_pages=False)
+    again = Pool.reserve(64 << 20, "c")
+    assert without.report().huge_page_bytes == 0
+    first = with_huge.take((1,), torch.uint8).data_ptr()
+    assert huge_page_bytes(first, 64 << 20)[0] == with_huge.report().huge_page_bytes
+    assert again.report().huge_page_bytes is not None
+
+
+def test_more_than_there_is_is_refused_before_the_system_kills_us() -> None:
+    available = available_bytes()
+    assert available is not None
+    with pytest.raises(Refused) as refused:
+        Pool.reserve(available * 2, "weights")
+    (finding,) = refused.value.findings
+    assert finding.code == "does-not-fit"
+    assert str(available * 2) in str(finding.expected)
+
+
+def test_writable_bytes_is_the_tensors_own_memory() -> None:
+    tensor = Pool.reserve(1024, "weights").take((2, 3), torch.bfloat16)
+    view = writable_bytes(tensor)
+    assert view.nbytes == tensor.nbytes
+    view[:] = torch.full((2, 3), 1.5, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert (tensor == 1.5).all()
+
+
+def test_read_bandwidth_is_of_this_world() -> None:
+    assert 0.5e9 < measure_read_bandwidth(nbytes=64 << 20, repeats=3) < 20e12

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.weights import readers
+from firstlight.engine.weights.readers import MAX_GAP_BYTES, Piece, read_pieces
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, bytes]:
+    """Three files with different random bytes; the last is larger than two chunks."""
+    directory = tmp_path_factory.mktemp("files")
+    contents = {}
+    for index, size in enumerate([10_000, 300_000, 2 * readers.CHUNK_BYTES + 12_345]):
+        path = directory / f"shard-{index}.bin"
+        contents[path] = random.Random(index).randbytes(size)
+        path.write_bytes(contents[path])
+    return contents
+
+
+def random_pieces(files: dict[Path, bytes], count: int) -> tuple[list[Piece], list[bytearray], list[bytes]]:
+    generator = random.Random(7)
+    pieces: list[Piece] = []
+    targets, expected = [], []
+    for _ in range(count):
+        path = generator.choice(list(files))
+        content = files[path]
+        start = generator.randrange(len(content))
+        length = generator.choice([0, 1, 17, 1000, 5000, 100_000])
+        length = min(length, len(content) - start)
+        target = bytearray(length)
+        pieces.append((path, start, memoryview(target)))
+        targets.append(target)
+        expected.append(content[start : start + length])
+    return pieces, targets, expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_each_piece_gets_exactly_its_bytes(files: dict[Path, bytes], threads: int) -> None:
+    pieces, targets, expected = random_pieces(files, 400)
+    reported: list[int] = []
+    callers: set[int] = set()
+
+    def progress(count: int) -> None:
+        reported.append(count)
+        callers.add(threading.get_ident())
+
+    delivered = read_pieces(pieces, threads, progress)
+    assert [bytes(target) for target in targets] == expected
+    assert delivered == sum(reported) == sum(len(content) for content in expected)
+    assert callers == {threading.get_ident()}
+
+
+def test_a_piece_larger_than_a_chunk_arrives_whole(files: dict[Path, bytes]) -> None:
+    path, content = list(files.items())[2]
+    target = bytearray(len(content))
+    calls: list[int] = []
+    read_pieces([(path, 0, memoryview(target))], 2, calls.append)
+    assert bytes(target) == content
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("gap", "system_calls"), [(0, 1), (100, 1), (MAX_GAP_BYTES, 1), (MAX_GAP_BYTES + 1, 50)])
+def test_near_pieces_share_a_system_call(
+    files: dict[Path, bytes], monkeypatch: pytest.MonkeyPatch, gap: int, system_calls: int
+) -> None:
+    path, content = list(files.items())[1]
+    targets = [bytearray(30) for _ in range(50)]
+    starts = [5 + index * (30 + gap) for index in range(50)]
+    calls = []
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    preadv = os.preadv
+    monkeypatch.setattr(readers.os, "preadv", counted)
+    read_pieces([(path, start, memoryview(target)) for start, target in zip(starts, targets, strict=True)], 1)
+    assert len(calls) == system_calls
+    assert [bytes(target) for target in targets] == [content[start : start + 30] for start in starts]
+
+
+def test_short_reads_are_continued(files: dict[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may return fewer bytes than asked for, in the middle of a buffer."""
+    preadv = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(descriptor, [buffers[0][:777]], offset)
+
+    monkeypatch.setattr(readers.os, "preadv", short)
+    pieces, targets, expected = random_pieces(files, 60)
+    read_pieces(pieces, 2)
+    assert [bytes(target) for target in targets] == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_file_that_ends_early_is_named_with_the_missing_range(tmp_path: Path, threads: int) -> None:
+    path = tmp_path / "model-00002-of-00003.safetensors"
+    path.write_bytes(bytes(5000))
+    pieces: list[Piece] = [(path, 0, memoryview(bytearray(100))), (path, 4900, memoryview(bytearray(4196)))]
+    before = open_descriptors()
+    with pytest.raises(Refused) as refused:
+        read_pieces(pieces, threads)
+    (finding,) = refused.value.findings
+    assert finding.code == "truncated-shard"
+    assert finding.file == str(path)
+    assert finding.expected == "at least 9096 bytes"
+    assert finding.found == "5000 bytes"
+    assert finding.next == "fetch bytes 5000 to 9095 of the file again"
+    assert open_descriptors() == before
+
+
+def test_a_missing_file_is_named(files: dict[Path, bytes], tmp_path: Path) -> None:
+    path = next(iter(files))
+    pieces: list[Piece] = [(path, 0, memoryview(bytearray(9))), (tmp_path / "gone", 0, memoryview(bytearray(9)))]
+    with pytest.raises(Refused) as refused:
+        read_pieces(pieces, 2)
+    assert refused.value.findings[0].code == "missing-shard"
+    assert refused.value.findings[0].file == str(tmp_path / "gone")
+
+
+def test_what_the_system_cannot_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused) as refused:
+        read_pieces([(tmp_path, 0, memoryview(bytearray(9)))], 1)
+    assert refused.value.findings[0].code == "read-failed"
+    assert refused.value.findings[0].file == str(tmp_path)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    pieces: list[Piece] = []
+    for index in range(300):
+        path = tmp_path / f"{index}.bin"
+        path.write_bytes(bytes([index % 256]) * 64)
+        pieces.append((path, 0, memoryview(bytearray(64))))
+    before = open_descriptors()
+    most = 0
+
+    def progress(_: int) -> None:
+        nonlocal most
+        most = max(most, open_descriptors())
+
+    read_pieces(reversed(pieces), 3, progress)
+    assert most - before <= 4
+    assert open_descriptors() == before
+    assert [target[0] for _, _, target in pieces] == [index % 256 for index in range(300)]
+
+
+def test_a_failing_progress_callback_stops_the_reading(files: dict[Path, bytes]) -> None:
+    def progress(_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = open_descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        read_pieces(random_pieces(files, 400)[0], 2, progress)
+    assert open_descriptors() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
