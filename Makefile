@@ -1,0 +1,99 @@
+# `make up` and `make test` are the two commands; both do all the set-up on a fresh machine (python3 >= 3.11, git, make).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+EXTRAS := notebook,dashboard,reference,test
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# The first interpreter that really runs and is new enough (a name on PATH may be a shim of a version not selected).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+
+# What `make up` brings up: menagerie, smollm2, or the path or URL of a checkpoint.
+MODEL ?= menagerie
+TP ?= 2
+ARGS ?=
+
+.PHONY: help
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: install
+install: $(INSTALLED) ## make .venv and install the project with everything it needs
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3"; exit 2; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: up
+up: install ## the whole ladder on a sample: make up [MODEL=menagerie|smollm2|PATH|URL] [TP=2] [ARGS=...]
+ifeq ($(MODEL),menagerie)
+	$(BIN)/firstlight up data/samples/menagerie --tp $(TP) $(ARGS)
+else ifeq ($(MODEL),smollm2)
+	checkpoint="$$($(BIN)/python data/samples/fetch_smollm2.py)" && $(BIN)/firstlight up "$$checkpoint" --tp $(TP) $(ARGS)
+else
+	$(BIN)/firstlight up "$(MODEL)" --tp $(TP) $(ARGS)
+endif
+
+.PHONY: test
+test: lint types pytest ## format check, lint, types of the installed package, and all tests
+
+.PHONY: pytest
+pytest: install ## the tests alone: make pytest [ARGS="tests/repo -k layout"]
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: lint
+lint: install ## ruff: format and rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+.PHONY: fmt
+fmt: install ## rewrite to the format and apply safe fixes
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format -q .
+
+# mypy does not follow the import hook of an editable install, so it is given a plain one of the tree as it stands.
+.PHONY: types
+types: install ## mypy on the installed package
+	@rm -rf build/lib build/installed
+	$(PIP) install -q --no-deps --no-build-isolation --target build/installed .
+	@rm -rf build/lib
+	MYPYPATH=build/installed $(BIN)/python -m mypy -p firstlight
+
+.PHONY: gpu-check
+gpu-check: install ## what needs an accelerator: operators against their references on the device, and the doctor's findings
+	$(BIN)/firstlight doctor
+	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+
+.PHONY: bench
+bench: install ## the benchmarks of tests/benchmarks, one after the other
+	for file in tests/benchmarks/bench_*.py; do $(BIN)/python "$$file" $(ARGS); done
+
+.PHONY: notebooks
+notebooks: install ## execute every notebook; results as HTML in build/notebooks
+	mkdir -p build/notebooks
+	$(BIN)/jupyter nbconvert --execute --to html --output-dir build/notebooks notebooks/*.ipynb
+
+.PHONY: public-api
+public-api: install ## accept the present public names: rewrites tests/repo/public_api.txt
+	$(BIN)/python -m tests.repo.public_api
+
+.PHONY: constraints
+constraints: install ## rewrite constraints.txt from .venv, after a change of dependencies was tested
+	{ sed -n '/^#/p; /^torch==/p' constraints.txt; \
+	  $(PIP) freeze --all --exclude firstlight --exclude torch --exclude pip | sort -f; } > constraints.new
+	mv constraints.new constraints.txt
+
+.PHONY: clean
+clean: ## remove builds and caches; .venv and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

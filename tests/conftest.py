@@ -1,0 +1,45 @@
+"""What holds for every test: no network, memory that was not written is NaN, kernels run interpreted without a GPU."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before anything imports the libraries that read them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """Make `torch.empty` and its kin return NaN (or the largest integer), so that reading what was not written shows.
+
+    torch fills memory only while deterministic algorithms are on; operators that have none warn, which
+    `filterwarnings` lets pass. A test that does not use torch does not pay for importing it. Processes that a test
+    starts are not reached.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no accelerator."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.accelerator.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator: torch finds none"))
