@@ -1,0 +1,1 @@
+"""Causal attention of a ragged batch over a paged cache, and the write into that cache."""

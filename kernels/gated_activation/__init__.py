@@ -1,0 +1,1 @@
+"""The elementwise half of a gated feed-forward: activation(gate) * up."""

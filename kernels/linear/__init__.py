@@ -1,0 +1,1 @@
+"""Products with a fixed weight, whose layout an implementation may change beforehand."""

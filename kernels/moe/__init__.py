@@ -1,0 +1,1 @@
+"""Matrix products grouped by expert, and the expert layer built from them."""

@@ -1,0 +1,54 @@
+"""Reference of grouped products and of the expert layer: plain torch, the truth others are compared with.
+
+Legend: M rows sorted by expert, T tokens, E experts held here, k chosen experts, H hidden, F output or intermediate
+width.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from firstlight.kernels.gated_activation.reference import gated_activation
+
+
+def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
+    """Multiply each expert's rows by its own weight: rows `group_start[e]` to `group_start[e + 1]` by `weight[e].T`.
+
+    `x_MH` [M, H], `weight_EFH` [E, F, H] and `group_start_E1` [E + 1] (integers, ascending) give [M, F] in the dtype of
+    `x_MH`, summed in float32. Rows outside all groups are zero.
+    """
+    out_MF = x_MH.new_zeros(x_MH.shape[0], weight_EFH.shape[1])
+    bounds = group_start_E1.tolist()
+    for expert, (start, end) in enumerate(pairwise(bounds)):
+        out_MF[start:end] = (x_MH[start:end].float() @ weight_EFH[expert].float().T).to(x_MH.dtype)
+    return out_MF
+
+
+def moe(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    gate_up_E2FH: Tensor,
+    down_EHF: Tensor,
+    activation: str = "silu",
+    expert_start: int = 0,
+) -> Tensor:
+    """Sum each token's chosen experts, weighted: the part that the experts held here contribute.
+
+    `ids_Tk` [T, k] are global expert numbers; those outside [expert_start, expert_start + E) belong to other ranks
+    and contribute nothing. `gate_up_E2FH` [E, 2F, H] and `down_EHF` [E, H, F] are the experts' weights. The result is
+    [T, H] in the dtype of `x_TH`; the intermediate is rounded to that dtype, the weighted sum is float32.
+    """
+    out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+    for expert in range(gate_up_E2FH.shape[0]):
+        token, column = torch.where(ids_Tk == expert + expert_start)
+        if token.numel() == 0:
+            continue
+        gate_up = (x_TH[token].float() @ gate_up_E2FH[expert].float().T).to(x_TH.dtype)
+        hidden = gated_activation(gate_up, activation)
+        down = hidden.float() @ down_EHF[expert].float().T
+        out_TH.index_add_(0, token, down * weights_Tk[token, column].float().unsqueeze(-1))
+    return out_TH.to(x_TH.dtype)

@@ -1,0 +1,50 @@
+"""The table of operators and their implementations, the preferred ones first: a new one is a line here.
+
+Modules are named, not imported, so that a machine without Triton, or a device that has no use for it, never loads it.
+"""
+
+from __future__ import annotations
+
+from firstlight.kernels.linear.table import LINEAR
+from firstlight.kernels.registry_types import Implementation, Situation, Verdict
+
+YES: Verdict = (True, "")
+
+
+def anywhere(situation: Situation) -> Verdict:
+    """References run wherever torch does."""
+    return YES
+
+
+def on_cpu(situation: Situation) -> Verdict:
+    """Implementations whose gain is fewer or fused calls of torch's CPU kernels."""
+    return YES if situation.device_type == "cpu" else (False, f"made for cpu, not {situation.device_type}")
+
+
+def with_triton(situation: Situation) -> Verdict:
+    """Triton compiles for CUDA devices; on a CPU only its interpreter runs, which is for tests."""
+    if not situation.has_triton:
+        return False, "triton is not installed"
+    if situation.device_type != "cuda" and not situation.interpret:
+        return False, f"triton does not compile for {situation.device_type}, and its interpreter is for tests"
+    return YES
+
+
+def _implementation(operator: str, name: str, supports: object, folder: str | None = None) -> Implementation:
+    module = f"firstlight.kernels.{folder or operator}.{name}"
+    return Implementation(operator, name, module, operator, supports)  # type: ignore[arg-type]
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation("rms_norm", "reference", anywhere),
+    _implementation("add_rms_norm", "reference", anywhere, folder="rms_norm"),
+    _implementation("rotary", "reference", anywhere),
+    _implementation("gated_activation", "reference", anywhere),
+    _implementation("write_cache", "reference", anywhere, folder="attention"),
+    _implementation("attention", "reference", anywhere),
+    _implementation("router_topk", "reference", anywhere),
+    _implementation("grouped_matmul", "reference", anywhere, folder="moe"),
+    _implementation("moe", "reference", anywhere),
+    _implementation("sample", "reference", anywhere),
+    *LINEAR,
+)

@@ -1,0 +1,1 @@
+"""The choice of experts from router logits."""
