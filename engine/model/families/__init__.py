@@ -1,1 +1,5 @@
-"""Families: `spec(config)` and `RULES`, one file each."""
+"""Architectures: one file each, found through the registry."""
+
+from firstlight.engine.model.families.registry import FAMILIES, Families, register_family
+
+__all__ = ["FAMILIES", "Families", "register_family"]

@@ -1,0 +1,49 @@
+"""The explicit argument of every layer: what one step computes. Nothing is global.
+
+Shapes: T tokens of all sequences laid end to end, B sequences, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from firstlight.engine.parallel.comm import Comms
+    from firstlight.kernels.attention.meta import AttentionMeta
+    from firstlight.kernels.registry import Choice
+
+Tap = Callable[[str, Tensor], None]
+"""Called with a name (`layers.3`, `layers.3.mixer`, `embed`, `norm`) and that block's output [T, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of the token sequence that a picture fills: features_NH replaces the embeddings of rows [start, start+N)."""
+
+    start: int
+    features_NH: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step over B sequences: prefill chunks and decodes side by side, tokens flattened to T.
+
+    `cache[i]` holds the tensors that layer i keeps, in the order of its `CacheSpec`, each [pages, heads, page, dim].
+    `slots_T` says where each token's entry goes (page * page_size + offset). `logit_rows` picks the rows whose logits
+    are wanted (None: all). `rope` maps a rotary variant to its (cos, sin), each [T, dim / 2]; filled by `Model.forward`.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    attention: AttentionMeta
+    cache: tuple[tuple[Tensor, ...], ...]
+    comms: Comms
+    ops: Choice
+    logit_rows: Tensor | None = None
+    embeddings: tuple[Embedding, ...] = ()
+    tap: Tap | None = None

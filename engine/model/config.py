@@ -1,0 +1,130 @@
+"""A reader over a model's raw `config.json` that remembers what was read, so that nothing is passed over in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal, warning
+
+# Keys that do not change the forward pass of inference: training, generation, bookkeeping.
+HARMLESS = frozenset(
+    """_name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample dropout dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id ep_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label
+    ignore_index initializer_factor initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+    min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type projection_dim pruned_heads
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
+    router_jitter_noise seq_aux aux_loss_alpha sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
+    pretraining_tp max_position_embeddings unsloth_version _attn_implementation _attn_implementation_autoset
+    attn_implementation image_seq_length quantization_config""".split()  # noqa: SIM905 - a wall of words reads better
+)
+
+
+class Config:
+    """One level of a configuration; `sub` opens a nested level. `unread()` lists keys nobody asked for.
+
+    Values are those of the file: nothing is filled in except defaults that a family states when it reads.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self.raw = raw
+        self.where = where
+        self._read: set[str] = set()
+        self._subs: dict[str, Config] = {}
+        self.findings: list[Finding] = []
+
+    def __contains__(self, key: str) -> bool:
+        return self.raw.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` when the key is absent or null."""
+        self._read.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def stated(self, key: str, absent: Any) -> Any:
+        """The value as written, null included; `absent` (the architecture's default) when the file is silent."""
+        self._read.add(key)
+        return self.raw.get(key, absent)
+
+    def need(self, *keys: str) -> Any:
+        """The value of the first key that is present; refused when none is."""
+        for key in keys:
+            if key in self:
+                return self.get(key)
+        raise Refused(
+            fatal(
+                "config-invalid",
+                f"{self.where} lacks the key {' or '.join(repr(key) for key in keys)}",
+                file="config.json",
+                expected=" or ".join(keys),
+                found="absent",
+                next="fetch the release's own config.json again; this value is not guessed",
+            )
+        )
+
+    def size(self, *keys: str) -> int:
+        """A positive whole number that must be there."""
+        value = self.need(*keys)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(keys[0], value, "a positive whole number")
+        return int(value)
+
+    def sub(self, key: str) -> Config:
+        """The nested configuration under `key`; empty when absent."""
+        self._read.add(key)
+        if key not in self._subs:
+            raw = self.raw.get(key)
+            self._subs[key] = Config(raw if isinstance(raw, Mapping) else {}, f"{self.where}: {key}")
+        return self._subs[key]
+
+    def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
+        """The value, refused as an unsupported block when it is not one of `allowed`."""
+        value = self.get(key, default)
+        if value not in allowed:
+            self.unsupported(key, value, " or ".join(repr(item) for item in allowed))
+        return value
+
+    def unsupported(self, key: str, value: Any, expected: str) -> None:
+        raise Refused(
+            fatal(
+                "unsupported-block",
+                f"{self.where}: {key} = {value!r} asks for mathematics that no block here has",
+                file="config.json",
+                expected=expected,
+                found=repr(value),
+                next="write the block and name it in the family file; running on as if the key were absent is not offered",
+            )
+        )
+
+    def refuse(self, key: str, value: Any, expected: str) -> None:
+        raise Refused(
+            fatal(
+                "config-invalid",
+                f"{self.where}: {key} has an impossible value",
+                file="config.json",
+                expected=expected,
+                found=repr(value),
+                next="fetch the release's own config.json again",
+            )
+        )
+
+    def warn(self, code: str, message: str, **fields: object) -> None:
+        self.findings.append(warning(code, message, file="config.json", **fields))
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys at this level and below that hold a value, were never read and are not known to be harmless."""
+        own = [
+            f"{self.where}: {key}"
+            for key, value in self.raw.items()
+            if key not in self._read and key not in HARMLESS and not key.startswith("_") and value not in (None, {}, [])
+        ]
+        return tuple(own) + tuple(name for sub in self._subs.values() for name in sub.unread())
+
+    def all_findings(self) -> tuple[Finding, ...]:
+        return tuple(self.findings) + tuple(found for sub in self._subs.values() for found in sub.all_findings())

@@ -1,0 +1,228 @@
+"""Readings that many families share: rotary positions, attention, feed-forward, whole decoders, and their usual rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.rules import WeightRule, ignored, rule
+from firstlight.engine.model.spec import (
+    MLP,
+    Attention,
+    FeedForward,
+    LayerSpec,
+    Mixer,
+    ModelSpec,
+    Norm,
+    Rope,
+    RopeScaling,
+)
+
+ACTIVATIONS = {  # names in configs -> names of kernels/gated_activation
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> str:
+    """The activation by the kernels' name; an unknown one is refused."""
+    return ACTIVATIONS[config.only(key, *ACTIVATIONS, default=default)]
+
+
+def rope(config: Config, dim: int, theta: float = 10000.0, interleaved: bool = False) -> Rope:
+    """Rotary positions from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4).
+
+    Where both name a base and disagree the newer key wins and the conflict is reported. `theta` is the default of the
+    architecture when the file is silent. `partial_rotary_factor` is applied to `dim`.
+    """
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    base = config.get("rope_theta")
+    named = new.get("rope_theta")
+    if base is not None and named is not None and float(base) != float(named):
+        config.warn(
+            "conflicting-flag",
+            "rope_theta and rope_parameters.rope_theta disagree; rope_parameters is used",
+            expected=f"rope_parameters.rope_theta = {named}",
+            found=f"rope_theta = {base}",
+            next="verify at positions beyond 4,000, where a wrong base shows",
+        )
+    fields = {**old, **new}
+    partial = float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    value = next((float(v) for v in (named, old.get("rope_theta"), base) if v is not None), None)
+    if value is None:
+        config.warn(
+            "config-invalid",
+            f"no rope base in {config.where}; the architecture's default {theta:g} is used",
+            expected="rope_theta or rope_parameters.rope_theta",
+            found="absent",
+            next="check the release's config.json; verify at long positions",
+        )
+        value = theta
+    max_positions = int(config.get("max_position_embeddings", 0))
+    return Rope(
+        theta=value,
+        dim=int(dim * partial),
+        interleaved=interleaved,
+        max_positions=max_positions,
+        scaling=_rope_scaling(config, fields, max_positions),
+    )
+
+
+def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) -> RopeScaling | None:
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind in ("default", None):
+        return None
+    known = ("linear", "dynamic", "llama3", "yarn", "longrope")
+    if kind not in known:
+        config.unsupported("rope_scaling.rope_type", kind, ", ".join(known))
+    known_fields = {
+        "factor": ("factor", float),
+        "original_max_position_embeddings": ("original_max_positions", int),
+        "low_freq_factor": ("low_freq_factor", float),
+        "high_freq_factor": ("high_freq_factor", float),
+        "beta_fast": ("beta_fast", float),
+        "beta_slow": ("beta_slow", float),
+        "mscale": ("mscale", float),
+        "mscale_all_dim": ("mscale_all_dim", float),
+        "attention_factor": ("attention_factor", float),
+        "truncate": ("truncate", bool),
+        "short_factor": ("short_factor", tuple),
+        "long_factor": ("long_factor", tuple),
+    }
+    read: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key in known_fields and value is not None:
+            name, convert = known_fields[key]
+            read[name] = convert(value)
+        elif key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None:
+            config.unsupported(f"rope_scaling.{key}", value, "a key that a rotary variant here reads")
+    read.setdefault("original_max_positions", int(config.get("original_max_position_embeddings", max_positions)))
+    return RopeScaling(kind=kind, **read)
+
+
+def head_dim(config: Config) -> int:
+    return int(config.get("head_dim", config.size("hidden_size") // config.size("num_attention_heads")))
+
+
+def gqa(config: Config, **fields: Any) -> Attention:
+    """Grouped-query attention from the usual keys; `fields` overrides or adds."""
+    size, heads = head_dim(config), config.size("num_attention_heads")
+    values: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": int(config.get("num_key_value_heads", heads)),
+        "head_dim": size,
+        "scale": size**-0.5,
+    }
+    if "rope" not in fields:
+        values["rope"] = rope(config, size)
+    values.update(fields)
+    spec = Attention(**values)
+    if spec.num_heads % spec.num_kv_heads:
+        config.refuse("num_key_value_heads", spec.num_kv_heads, f"a divisor of num_attention_heads {spec.num_heads}")
+    return spec
+
+
+def mlp(config: Config, key: str = "intermediate_size", **fields: Any) -> MLP:
+    """A gated MLP from the usual keys."""
+    return MLP(**{"intermediate": config.size(key), "activation": activation(config), **fields})
+
+
+def rms(config: Config, default: float = 1e-6) -> Norm:
+    return Norm(eps=float(config.get("rms_norm_eps", default)))
+
+
+def layer_windows(config: Config, window: int | None) -> list[int | None]:
+    """The window of each layer: `layer_types` decides where present, else every layer has `window`."""
+    count = config.size("num_hidden_layers")
+    types = config.get("layer_types")
+    if types is None:
+        return [window] * count
+    for kind in set(types) - {"full_attention", "sliding_attention"}:
+        config.unsupported("layer_types", kind, "full_attention or sliding_attention")
+    if len(types) != count:
+        config.refuse("layer_types", f"{len(types)} entries", f"{count} entries, one a layer")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def decoder(
+    config: Config,
+    family: str,
+    mixer: Callable[[int], Mixer],
+    ffn: Callable[[int], FeedForward],
+    *,
+    norm: Norm | None = None,
+    tie_default: bool = False,
+    **fields: Any,
+) -> ModelSpec:
+    """A pre-norm decoder: `mixer(i)` and `ffn(i)` describe layer i. Everything else comes from the usual keys."""
+    norm = norm or rms(config)
+    layers = tuple(
+        LayerSpec(mixer=mixer(index), ffn=ffn(index), mixer_norm=norm, ffn_norm=norm)
+        for index in range(config.size("num_hidden_layers"))
+    )
+    values: dict[str, Any] = {
+        "family": family,
+        "vocab_size": config.size("vocab_size"),
+        "hidden": config.size("hidden_size"),
+        "layers": layers,
+        "final_norm": norm,
+        "tied_head": bool(config.get("tie_word_embeddings", tie_default)),
+        "max_positions": int(config.get("max_position_embeddings", 0)),
+        "dtype": DTYPES.get(config.get("dtype", config.get("torch_dtype", "bfloat16")), "BF16"),
+    }
+    return ModelSpec(**{**values, **fields})
+
+
+_M = "(model.|)"
+_L = _M + "layers.{i}."
+
+TRUNK: tuple[WeightRule, ...] = (
+    rule(_M + "embed_tokens.weight", "embed.weight"),
+    rule(_M + "norm.weight", "norm.weight"),
+    rule("lm_head.weight", "head.weight"),
+    rule(_L + "input_layernorm.weight", "layers.{i}.mixer_norm.weight"),
+    rule(_L + "post_attention_layernorm.weight", "layers.{i}.ffn_norm.weight"),
+    ignored(_L + "self_attn.rotary_emb.inv_freq", "recomputed from the configuration"),
+)
+ATTENTION: tuple[WeightRule, ...] = tuple(
+    rule(f"{_L}self_attn.{part}_proj.{kind}", f"layers.{{i}}.mixer.{part}.{kind}")
+    for part in "qkvo"
+    for kind in ("weight", "bias")
+)
+QK_NORM: tuple[WeightRule, ...] = tuple(
+    rule(f"{_L}self_attn.{part}_norm.weight", f"layers.{{i}}.mixer.{part}_norm.weight") for part in "qk"
+)
+DENSE: tuple[WeightRule, ...] = tuple(
+    rule(f"{_L}mlp.{part}_proj.{kind}", f"layers.{{i}}.ffn.{part}.{kind}")
+    for part in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+)
+
+
+def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    """Routed experts stored one by one, or fused as transformers 5 keeps them in memory (gate and up stacked)."""
+    names = (("gate", gate), ("up", up), ("down", down))
+    single = tuple(
+        rule(f"{_L}{block}.experts.{{e}}.{name}.weight", f"layers.{{i}}.ffn.experts.{{e}}.{part}.weight")
+        for part, name in names
+    )
+    fused = (
+        rule(
+            f"{_L}{block}.experts.gate_up_proj",
+            "layers.{i}.ffn.experts.{e}.gate.weight",
+            "layers.{i}.ffn.experts.{e}.up.weight",
+            stacked=True,
+        ),
+        rule(f"{_L}{block}.experts.down_proj", "layers.{i}.ffn.experts.{e}.down.weight", stacked=True),
+        rule(f"{_L}{block}.gate.weight", "layers.{i}.ffn.router.weight"),
+    )
+    return single + fused

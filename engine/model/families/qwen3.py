@@ -1,0 +1,32 @@
+"""Qwen3 (dense): RMSNorm on every query and key head, head size apart from the width."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import ATTENTION, DENSE, QK_NORM, TRUNK, decoder, gqa, mlp, rms, rope
+from firstlight.engine.model.families.qwen2 import windows
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.spec import Attention, ModelSpec
+
+
+def attention(config: Config, head_dim: int, window: int | None) -> Attention:
+    """Qwen3's attention, shared by the mixture-of-experts variant."""
+    bias = bool(config.get("attention_bias", False))
+    return gqa(
+        config,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rope(config, head_dim),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=rms(config),
+        window=window,
+    )
+
+
+def spec(config: Config) -> ModelSpec:
+    window, feed_forward = windows(config), mlp(config)
+    head_dim = int(config.stated("head_dim", absent=128) or config.size("hidden_size") // config.size("num_attention_heads"))
+    return decoder(config, "qwen3", lambda i: attention(config, head_dim, window[i]), lambda i: feed_forward)
+
+
+RULES = TRUNK + ATTENTION + QK_NORM + DENSE
+FAMILY = Family(name="qwen3", model_types=("qwen3",), spec=spec, rules=RULES)

@@ -1,0 +1,114 @@
+"""Which family serves which architecture. One line a family; a new one can be registered live. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.rules import Matcher, WeightRule, under
+from firstlight.engine.model.spec import Attention, ModelSpec
+
+
+MODULES = (  # one line a family
+    "deepseek_v3",
+    "gemma2",
+    "llama",
+    "llava",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+
+
+class Families(Mapping[str, Family]):
+    """The families known to this process, by `model_type`."""
+
+    def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
+        self._families: dict[str, Family] = {}
+        for module in modules:
+            self.register(importlib.import_module(f"firstlight.engine.model.families.{module}").FAMILY)
+
+    def register(self, family: Family) -> Family:
+        """Adds a family, or replaces one of the same model types (a draft that has grown)."""
+        for model_type in family.model_types:
+            self._families[model_type] = family
+        return family
+
+    def __getitem__(self, model_type: str) -> Family:
+        return self._families[model_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._families)
+
+    def __len__(self) -> int:
+        return len(self._families)
+
+    def of(self, config: Config, default: str | None = None) -> Family:
+        """The family of a configuration; refused when nobody knows it, with the nearest name."""
+        model_type = config.get("model_type", default) or config.need("model_type")
+        if model_type not in self._families:
+            near = difflib.get_close_matches(str(model_type), self._families, n=3, cutoff=0.5)
+            raise Refused(
+                fatal(
+                    "unknown-architecture",
+                    f"no family answers to model_type {model_type!r} (architectures: {config.get('architectures')})",
+                    file="config.json",
+                    expected=", ".join(sorted(self._families)),
+                    found=str(model_type),
+                    next=(f"nearest names: {', '.join(near)}; " if near else "")
+                    + "write a family file (engine/model/families) and register it",
+                )
+            )
+        return self._families[model_type]
+
+    def describe(self, raw: Mapping[str, Any]) -> tuple[ModelSpec, Matcher]:
+        """From a raw `config.json` to the spec, with what was odd in the configuration, and the matcher of tensor names."""
+        config = Config(raw)
+        family = self.of(config)
+        spec = self._spec(family, config)
+        rules = self._rules(family, config)
+        findings = list(config.all_findings())
+        for key in config.unread():
+            findings.append(
+                warning(
+                    "unread-config-key",
+                    f"{key} is not read by family {family.name}",
+                    file="config.json",
+                    next="check that it does not change the mathematics; if it does, the family needs a block for it",
+                )
+            )
+        mixers = [layer.mixer for layer in spec.layers]
+        if mixers and all(mixer.rope is None for mixer in mixers if isinstance(mixer, Attention)):
+            if all(getattr(mixer, "rope", None) is None for mixer in mixers):
+                findings.append(note("no-positions", "NoPE: no layer has a positional encoding"))
+        spec = msgspec.structs.replace(spec, findings=spec.findings + tuple(findings))
+        return spec, Matcher(rules)
+
+    def _spec(self, family: Family, config: Config) -> ModelSpec:
+        nested = [(self.of(config.sub(part.key), part.default), config.sub(part.key)) for part in family.parts]
+        return family.spec(config, *(self._spec(inner, inner_config) for inner, inner_config in nested))
+
+    def _rules(self, family: Family, config: Config) -> tuple[WeightRule, ...]:
+        rules = (family.left_out(config) if family.left_out else ()) + family.rules
+        for part in family.parts:
+            nested = config.sub(part.key)
+            rules += under(part.prefix, self._rules(self.of(nested, part.default), nested))
+        return rules
+
+
+FAMILIES = Families()
+
+
+def register_family(family: Family) -> Family:
+    """Makes a family known to this process; `firstlight.engine.register_family` in a notebook does this."""
+    return FAMILIES.register(family)

@@ -1,0 +1,123 @@
+"""Weight rules: checkpoint name pattern -> parameters, as data. No torch.
+
+Pattern language: `{i}` matches digits and carries over to the parameter name; `{*}` matches anything; `(a|b|)` lists
+alternatives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+import msgspec
+
+
+class WeightRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors named like `tensor` fill `params`.
+
+    With several params the tensor is their concatenation along `split_dim`, in order (their sizes come from the spec),
+    or, `interleaved`, takes turns row by row. `stacked`: the tensor's leading dim enumerates the `{e}` of the params.
+    `transpose`: the tensor's last two dims are swapped. No params: the tensor is left out on purpose, for `reason`.
+    """
+
+    tensor: str
+    params: tuple[str, ...] = ()
+    split_dim: int = 0
+    interleaved: bool = False
+    stacked: bool = False
+    transpose: bool = False
+    reason: str = ""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A nested model: the family named by `config[key].model_type` (or `default`) brings its rules under `prefix`."""
+
+    key: str
+    prefix: str
+    default: str | None = None
+
+
+def rule(tensor: str, *params: str, **options: object) -> WeightRule:
+    """`WeightRule` with less ink: `rule("model.norm.weight", "norm.weight")`."""
+    return msgspec.convert({"tensor": tensor, "params": params, **options}, WeightRule)
+
+
+def ignored(tensor: str, reason: str) -> WeightRule:
+    """A tensor nobody consumes, and why that is right."""
+    return WeightRule(tensor=tensor, reason=reason)
+
+
+def under(prefix: str, rules: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
+    """The same rules for tensors below `prefix`."""
+    return tuple(msgspec.structs.replace(item, tensor=prefix + item.tensor) for item in rules)
+
+
+_DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_PARTICULAR = re.compile(r"\.\d+(\.|$)|\{\*\}")
+
+
+class Match(msgspec.Struct, frozen=True):
+    """The rule a tensor name fell under and the parameter names it leads to (`{e}` left open when stacked)."""
+
+    rule: WeightRule
+    params: tuple[str, ...]
+
+
+Template = tuple[WeightRule, tuple[str, ...]]
+
+
+class Matcher:
+    """Finds the rule of a tensor name; names that differ only in their numbers are matched once.
+
+    Rules whose pattern spells a number or ends in `{*}` speak of particular tensors and are asked first.
+    """
+
+    def __init__(self, rules: Iterable[WeightRule]) -> None:
+        compiled = [(re.compile(_pattern(item.tensor) + r"\Z"), item) for item in rules]
+        self._particular = [pair for pair in compiled if _PARTICULAR.search(pair[1].tensor)]
+        self._general = [pair for pair in compiled if not _PARTICULAR.search(pair[1].tensor)]
+        self._by_shape: dict[str, Template | None] = {}
+
+    def match(self, name: str) -> Match | None:
+        for pattern, item in self._particular:
+            if pattern.match(name):
+                return Match(item, item.params)
+        numbers = _DIGITS.findall(name)
+        shape = _DIGITS.sub("#", name)
+        if shape not in self._by_shape:
+            self._by_shape[shape] = self._find(name)
+        found = self._by_shape[shape]
+        if found is None:
+            return None
+        item, templates = found
+        return Match(item, tuple(template.format(*numbers, e="{e}") for template in templates))
+
+    def _find(self, name: str) -> Template | None:
+        """The rule and its parameter names with `{0}`, `{1}` ... for the numbers of the tensor name, in order."""
+        starts = [number.start() for number in _DIGITS.finditer(name)]
+        for pattern, item in self._general:
+            found = pattern.match(name)
+            if found is not None:
+                where = {key: starts.index(found.start(key)) for key in found.groupdict()}
+                return item, tuple(_number(param, where) for param in item.params)
+        return None
+
+
+def _number(param: str, where: dict[str, int]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda m: f"{{{where[m[1]]}}}" if m[1] in where else m[0], param)
+
+
+def _pattern(tensor: str) -> str:
+    """The regular expression of a pattern: alternatives kept, `{i}` a named run of digits, the rest literal."""
+    pieces = re.split(r"(\{[\w*]+\}|[(|)])", tensor)
+    return "".join(
+        ".*"
+        if piece == "{*}"
+        else f"(?P<{piece[1:-1]}>\\d+)"
+        if piece.startswith("{")
+        else "(?:"
+        if piece == "("
+        else piece
+        if piece in ("|", ")")
+        else re.escape(piece)
+        for piece in pieces
+    )

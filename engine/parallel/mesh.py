@@ -1,0 +1,97 @@
+"""The mesh of ranks: five named axes, rank <-> coordinates, groups. Pure data; imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Literal
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+Axis = Literal["dp", "pp", "ep", "sp", "tp"]
+AXES: tuple[Axis, ...] = ("dp", "pp", "ep", "sp", "tp")  # outermost first: neighbours in tp are neighbours in rank
+
+
+class Mesh(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the five axes; `world_size` is their product.
+
+    dp: replicas, each serving its own requests. pp: pipeline stages by layer. ep: experts are divided, tokens are
+    not: every ep rank sees all tokens of its replica, adds its own experts' share, and the sum is reduced.
+    sp: reserved for sequence parallelism. tp: attention heads, feed-forward width and vocabulary.
+    Ranks count with tp fastest, then sp, ep, pp, dp.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise Refused(
+                    fatal(
+                        "usage",
+                        f"axis {axis} must be at least 1",
+                        expected=">= 1",
+                        found=str(self.size(axis)),
+                        next=f"drop --{axis} or give a positive number",
+                    )
+                )
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.size(axis) for axis in AXES)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where rank stands on each axis."""
+        assert 0 <= rank < self.world_size, f"rank {rank} is outside a world of {self.world_size}"
+        values: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, values[axis] = divmod(rank, self.size(axis))
+        return Coordinates(**values)
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """The rank at these coordinates; inverse of `coordinates`."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.size(axis) + coordinates.on(axis)
+        return rank
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only along `axes`, each in rank order; together they cover the world."""
+        fixed = [axis for axis in AXES if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            where = self.coordinates(rank)
+            groups.setdefault(tuple(where.on(axis) for axis in fixed), []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def describe(self) -> str:
+        """Axes larger than one, e.g. `tp 2 x pp 2`, or `1 rank`."""
+        parts = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return " x ".join(parts) or "1 rank"
+
+    def all_coordinates(self) -> tuple[Coordinates, ...]:
+        ranges = (range(self.size(axis)) for axis in AXES)
+        return tuple(Coordinates(**dict(zip(AXES, values, strict=True))) for values in itertools.product(*ranges))
+
+
+class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's position on each axis."""
+
+    dp: int = 0
+    pp: int = 0
+    ep: int = 0
+    sp: int = 0
+    tp: int = 0
+
+    def on(self, axis: str) -> int:
+        return int(getattr(self, axis))
