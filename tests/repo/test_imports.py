@@ -1,12 +1,13 @@
 """Imports point one way, heavy libraries have one door each, and planning on a laptop loads no torch."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.repo.tree import CODE_FOLDERS, ROOT, Import, files, imports, python_files
+from tests.repo.tree import CODE_FOLDERS, ROOT, Import, files, imports, module_name, python_files
 
 # Who may import whom; the libraries below all of them are torch and triton.
 MAY_IMPORT = {
@@ -100,3 +101,11 @@ def test_the_walk_sees_every_kind_of_import(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import h\nclass K:\n    import i\n"
     )
     assert sorted(found.module for found in imports(file)) == ["a.b", "c", "e", "g", "h", "i", "typing"]
+
+
+@pytest.mark.parametrize("folder", CODE_FOLDERS)
+def test_every_module_imports(folder: str) -> None:
+    """Also those that no other test reaches; a library that is an extra is imported where it is used."""
+    for file in python_files(folder):
+        if file.name != "__main__.py":
+            assert importlib.import_module(module_name(file))

@@ -51,7 +51,7 @@ def test_init_files_only_re_export(file: Path) -> None:
 
 
 def _re_exports(node: ast.stmt) -> bool:
-    """Imports, also for the type checker alone; `__all__`; names to modules, and the `__getattr__` that follows them."""
+    """Imports, also for the type checker alone; private names and `__all__`; `__getattr__`, for lazy re-exports."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     if isinstance(node, ast.If):

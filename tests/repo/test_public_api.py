@@ -10,8 +10,8 @@ from tests.repo import public_api
 def test_public_names_are_the_recorded_ones() -> None:
     present, recorded = set(public_api.present()), set(public_api.recorded())
     assert present == recorded, (
-        f"new: {sorted(present - recorded)}; gone: {sorted(recorded - present)}; if this is meant, run `make public-api` "
-        "and say so in CHANGELOG.md"
+        f"new: {sorted(present - recorded)}; gone: {sorted(recorded - present)}; "
+        "if this is meant, run `make public-api` and say so in CHANGELOG.md"
     )
 
 
