@@ -1,9 +1,9 @@
 """README's file tree is a map: every file is on it, every entry exists, and each has a comment.
 
 The tree is the fenced block that names `pyproject.toml`. One entry a line, indented by any number of blanks or drawn
-with `├──`, `│` and `└──`: a name, two blanks or more, and the comment, with or without `#`. A folder ends in `/`. A name
-may be a path, a pattern (`models/*.json`), alternatives (`{reference,triton,cases}.py`) or several of these with commas
-and blanks between them. A folder with no entries below it stands for all it holds.
+with `├──`, `│` and `└──`: a name, two blanks or more, and the comment, with or without `#`. A folder ends in `/`. A
+name may be a path, a pattern (`models/*.json`), alternatives (`{reference,triton,cases}.py`) or several of these with
+commas and blanks between. A folder with no entries below it stands for all it holds.
 """
 
 import re
