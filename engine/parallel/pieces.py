@@ -1,0 +1,174 @@
+"""What one rank holds and what it reads for it: storages, and pieces of stored tensors that go into them. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param
+from firstlight.engine.parallel.mesh import Coordinates, Mesh
+from firstlight.engine.parallel.placement import Expert, Local, localize
+from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.ledger import Ledger, Region
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation on a rank; several parameters may lie in it one after another along dim 0 (dim 1 for experts)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    layer: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A region of a stored tensor and its place: rows [row, row + shape[0]) of `storage`, or of `storage[expert]`.
+
+    `shape` is the local shape after `transpose`; `region` counts in the stored tensor.
+    """
+
+    param: str
+    tensor: str
+    region: Region
+    transpose: bool
+    storage: str
+    expert: int | None
+    row: int
+    shape: tuple[int, ...]
+
+
+class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
+    """All storages of a rank in forward order, the parameters in them, and (with a ledger) the pieces that fill them."""
+
+    rank: int
+    at: Coordinates
+    layers: tuple[int, int]
+    storages: tuple[Storage, ...]
+    pieces: tuple[Piece, ...]
+    tied_head: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self.storages)
+
+    def bytes_by_role(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for storage in self.storages:
+            totals[storage.role] = totals.get(storage.role, 0) + storage.nbytes
+        return totals
+
+
+def stages(spec: ModelSpec, pp: int) -> tuple[tuple[int, int], ...]:
+    """Pipeline cuts [start, stop) by layer: the largest stage holds as few parameters as possible, none is empty."""
+    assert 1 <= pp <= spec.num_layers
+    weight = [0] * spec.num_layers
+    for param in spec.parameters():
+        weight[min(max(param.layer, 0), spec.num_layers - 1)] += param.elements
+    low, high = max(weight), sum(weight)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_pack(weight, middle)) <= pp else (middle + 1, high)
+    cuts = _pack(weight, low)
+    while len(cuts) < pp:  # stages left over: halve the longest
+        longest = max(range(len(cuts)), key=lambda index: cuts[index][1] - cuts[index][0])
+        start, stop = cuts[longest]
+        cuts[longest : longest + 1] = [(start, (start + stop) // 2), ((start + stop) // 2, stop)]
+    return tuple(cuts)
+
+
+def _pack(weight: list[int], limit: int) -> list[tuple[int, int]]:
+    cuts, start, load = [], 0, 0
+    for index, size in enumerate(weight):
+        if load + size > limit and index > start:
+            cuts.append((start, index))
+            start, load = index, 0
+        load += size
+    return [*cuts, (start, len(weight))]
+
+
+def on_stage(param: Param, cut: tuple[int, int], num_layers: int) -> bool:
+    """Whether a parameter belongs to the pipeline stage that runs layers [cut)."""
+    if param.layer == FIRST_STAGE:
+        return cut[0] == 0
+    if param.layer == LAST_STAGE:
+        return cut[1] == num_layers
+    return cut[0] <= param.layer < cut[1]
+
+
+def rank_pieces(spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None) -> RankPieces:
+    """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding where both are."""
+    at = mesh.coordinates(rank)
+    cut = stages(spec, mesh.pp)[at.pp]
+    tied = _is_tied(spec, ledger)
+    held: list[tuple[Param, Local]] = []
+    for param in spec.parameters():
+        if not on_stage(param, cut, spec.num_layers):
+            continue
+        if param.name == "head.weight" and tied and cut[0] == 0:
+            continue
+        local = localize(param.shape, param.placements, mesh, at)
+        if local is not None:
+            held.append((param, local))
+    storages, offsets = _storages(held, dtype)
+    pieces = tuple(_piece(param, local, mesh, offsets[param.name], ledger) for param, local in held) if ledger else ()
+    return RankPieces(
+        rank=rank, at=at, layers=cut, storages=storages, pieces=pieces, tied_head=tied and cut == (0, spec.num_layers)
+    )
+
+
+def _is_tied(spec: ModelSpec, ledger: Ledger | None) -> bool:
+    if ledger is None:
+        return spec.tied_head
+    source = ledger.sources.get("head.weight")
+    return source is not None and source.tied
+
+
+def _storages(held: Iterable[tuple[Param, Local]], dtype: str) -> tuple[tuple[Storage, ...], dict[str, int]]:
+    """Lays parameters out; returns the storages and the first row of each parameter in its own."""
+    shapes: dict[str, list[int]] = {}
+    experts: dict[str, set[int]] = {}
+    first: dict[str, Param] = {}
+    rows: dict[tuple[str, int | None], int] = {}
+    offsets: dict[str, int] = {}
+    for param, local in held:
+        home = param.home
+        first.setdefault(home, param)
+        row = rows.get((home, param.expert), 0)
+        offsets[param.name] = row
+        rows[home, param.expert] = row + (local.shape[0] if local.shape else 1)
+        shapes.setdefault(home, list(local.shape))[:1] = [rows[home, param.expert]]
+        if param.expert is not None:
+            experts.setdefault(home, set()).add(param.expert)
+    storages = tuple(
+        Storage(
+            name=home,
+            shape=(len(experts[home]), *shape) if home in experts else tuple(shape),
+            dtype=first[home].dtype or dtype,
+            role=first[home].role,
+            layer=first[home].layer,
+        )
+        for home, shape in shapes.items()
+    )
+    return storages, offsets
+
+
+def _piece(param: Param, local: Local, mesh: Mesh, row: int, ledger: Ledger) -> Piece:
+    source = ledger.sources[param.name]
+    owner = next((place for place in param.placements if isinstance(place, Expert)), None)
+    return Piece(
+        param=param.name,
+        tensor=source.tensor,
+        region=source.cut(local.bounds),
+        transpose=source.transpose,
+        storage=param.home,
+        expert=None if owner is None else owner.local_index(mesh.ep),
+        row=row,
+        shape=tuple(stop - start for start, stop in local.bounds),
+    )
