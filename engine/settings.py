@@ -1,0 +1,100 @@
+"""The only file that reads environment variables: ours (FIRSTLIGHT_*), a launcher's, the system's.
+
+Nothing is read at import; call the functions. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+VARIABLES: dict[str, str] = {
+    "FIRSTLIGHT_CACHE": "folder for what can be made again (default: firstlight in $XDG_CACHE_HOME or ~/.cache)",
+    "FIRSTLIGHT_RUNTIME": "folder for the files of engine hosts (default: in $XDG_RUNTIME_DIR or the temporary one)",
+    "FIRSTLIGHT_TOKEN": "bearer token of an engine host, where none is given otherwise",
+    "FIRSTLIGHT_THREADS": "CPU threads of all local ranks together (default: the cores this process may use)",
+}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment says: see `VARIABLES` for each."""
+
+    cache_dir: Path
+    runtime_dir: Path
+    token: str | None = None
+    threads: int
+    triton_interpret: bool = False
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a launcher such as torchrun put this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """The settings of now; a FIRSTLIGHT_ variable that does not exist, or a bad value, is `Refused` (usage)."""
+    env = os.environ if environment is None else environment
+    unknown = sorted(name for name in env if name.startswith("FIRSTLIGHT_") and name not in VARIABLES)
+    if unknown:
+        raise Refused(
+            fatal(
+                "usage",
+                f"the environment sets {', '.join(unknown)}, which nothing reads",
+                expected=", ".join(VARIABLES),
+                next="unset it or correct its name",
+            )
+        )
+    cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "firstlight"
+    runtime = Path(env.get("XDG_RUNTIME_DIR") or Path(tempfile.gettempdir()) / f"firstlight-{os.getuid()}")
+    return Settings(
+        cache_dir=Path(env.get("FIRSTLIGHT_CACHE") or cache),
+        runtime_dir=Path(env.get("FIRSTLIGHT_RUNTIME") or runtime / "firstlight"),
+        token=env.get("FIRSTLIGHT_TOKEN") or None,
+        threads=_number(env, "FIRSTLIGHT_THREADS", len(os.sched_getaffinity(0))),
+        triton_interpret=env.get("TRITON_INTERPRET", "0") not in ("", "0"),
+    )
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """This process's place if a launcher set RANK and WORLD_SIZE (as torchrun does), else None."""
+    env = os.environ if environment is None else environment
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    rank, world_size = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK", rank),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(env, "MASTER_PORT", 29500),
+    )
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment for a process we start: this one's, with `changes`."""
+    return {**os.environ, **changes}
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise Refused(
+            fatal("usage", f"the environment variable {name} is no number", expected="an integer", found=text)
+        )
+    return int(text)
