@@ -31,7 +31,7 @@ DOORS = {
     "rich": ("workbench/",),
 }
 
-# What `firstlight scan` and `plan` need. They answer in fractions of a second; importing torch alone takes longer.
+# What `firstlight scan` and `plan` need, and what works on numbers alone. They answer in fractions of a second; importing torch alone takes longer.
 LIGHT_MODULES = (
     "firstlight.engine",
     "firstlight.engine.weights.checkpoint",
@@ -40,6 +40,8 @@ LIGHT_MODULES = (
     "firstlight.engine.model.families",
     "firstlight.engine.parallel.mesh",
     "firstlight.engine.parallel.plan",
+    "firstlight.engine.inputs",
+    "firstlight.engine.serving.scheduler",
     "firstlight.engine.findings",
     "firstlight.engine.errors",
     "firstlight.workbench",
