@@ -1,0 +1,188 @@
+"""Collectives per mesh axis: one `Comm` an axis, timed, with a deadline, the same over NCCL, gloo and the fake group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from firstlight.engine.errors import FirstlightError
+from firstlight.engine.parallel.mesh import AXES, Mesh
+
+
+class CommFailure(FirstlightError):
+    """A collective did not end within its deadline, or a peer was gone; names axis, operation and the ranks concerned."""
+
+    def __init__(self, axis: str, operation: str, ranks: tuple[int, ...], reason: str) -> None:
+        self.axis, self.operation, self.ranks = axis, operation, ranks
+        super().__init__(f"{operation} over axis {axis} (ranks {', '.join(map(str, ranks))}) failed: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class CommRecord:
+    """One collective as one rank saw it. `start_s` is on the clock of `time.perf_counter`."""
+
+    axis: str
+    operation: str
+    nbytes: int
+    start_s: float
+    duration_s: float
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects `CommRecord`s while `on`; on GPUs it waits for the device around each call, so leave it off to serve."""
+
+    on: bool = False
+    records: list[CommRecord] = field(default_factory=list)
+    phase: Callable[[str], None] | None = None  # told the collective that is about to start; used by heartbeats
+
+
+class Comm:
+    """The ranks that differ from this one along one axis. With one rank every operation returns at once.
+
+    `index` is this rank's place in `ranks`; sources and destinations are such places. Shapes are the caller's affair:
+    all ranks pass the same shape and dtype. Failures raise `CommFailure`.
+    """
+
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, group: object, recorder: Recorder) -> None:
+        self.axis = axis
+        self.ranks = ranks
+        self.index = index
+        self.size = len(ranks)
+        self._group = group
+        self._recorder = recorder
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place; returns the same tensor."""
+        if self.size > 1:
+            with self._timed("all_reduce", tensor):
+                dist.all_reduce(tensor, group=self._group)  # type: ignore[arg-type]
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors joined along `dim`, in rank order."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        with self._timed("all_gather", tensor):
+            dist.all_gather(parts, tensor, group=self._group)  # type: ignore[arg-type]
+        return torch.cat(parts, dim=dim)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """`source`'s tensor on every rank, in place; returns the same tensor."""
+        if self.size > 1:
+            with self._timed("broadcast", tensor):
+                dist.broadcast(tensor, src=self.ranks[source], group=self._group)  # type: ignore[arg-type]
+        return tensor
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        with self._timed("send", tensor):
+            dist.send(tensor.contiguous(), dst=self.ranks[destination], group=self._group)  # type: ignore[arg-type]
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Fills `tensor` with what `source` sent; returns the same tensor."""
+        with self._timed("receive", tensor):
+            dist.recv(tensor, src=self.ranks[source], group=self._group)  # type: ignore[arg-type]
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when every rank has come."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=_barrier_device(self._group)))
+
+    @contextmanager
+    def _timed(self, operation: str, tensor: Tensor) -> Iterator[None]:
+        recorder = self._recorder
+        if recorder.phase is not None:
+            recorder.phase(f"{operation} {self.axis}")
+        if recorder.on and tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        start_s = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises for deadlines and lost peers
+            raise CommFailure(self.axis, operation, self.ranks, str(error).splitlines()[0]) from error
+        if recorder.on:
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+            nbytes = tensor.numel() * tensor.element_size()
+            recorder.records.append(
+                CommRecord(self.axis, operation, nbytes, start_s, time.perf_counter() - start_s)
+            )
+
+
+def _barrier_device(group: object) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Comms:
+    """One `Comm` per axis of a rank, one over the whole world, and one on the CPU for control messages."""
+
+    dp: Comm
+    pp: Comm
+    ep: Comm
+    sp: Comm
+    tp: Comm
+    world: Comm
+    control: Comm
+    recorder: Recorder
+
+    @classmethod
+    def alone(cls) -> Comms:
+        """For a single rank: nothing is ever sent."""
+        recorder = Recorder()
+        single = {axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, "world", "control")}
+        return cls(**single, recorder=recorder)
+
+    @classmethod
+    def connect(
+        cls,
+        mesh: Mesh,
+        rank: int,
+        store: dist.Store,
+        backend: str = "gloo",
+        deadline_s: float = 60.0,
+    ) -> Comms:
+        """Joins the world through `store` and makes one group per axis; every rank must call it.
+
+        A collective that takes longer than `deadline_s` fails. `backend` is `nccl`, `gloo` or `fake`.
+        """
+        if mesh.world_size == 1:
+            return cls.alone()
+        deadline = timedelta(seconds=deadline_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.world_size, timeout=deadline)
+        recorder = Recorder()
+        comms = {axis: _axis_comm(axis, mesh.groups(axis), rank, deadline, recorder) for axis in AXES}
+        everyone = tuple(range(mesh.world_size))
+        world = Comm("world", everyone, rank, dist.group.WORLD, recorder)
+        control_group = dist.group.WORLD if backend != "nccl" else dist.new_group(backend="gloo", timeout=deadline)
+        control = Comm("control", everyone, rank, control_group, Recorder())
+        return cls(**comms, world=world, control=control, recorder=recorder)
+
+    @staticmethod
+    def disconnect() -> None:
+        """Leaves the world, if this process has joined one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _axis_comm(
+    axis: str, groups: tuple[tuple[int, ...], ...], rank: int, deadline: timedelta, recorder: Recorder
+) -> Comm:
+    mine = next(ranks for ranks in groups if rank in ranks)
+    group = None
+    if len(mine) > 1:
+        for ranks in groups:
+            made = dist.new_group(list(ranks), timeout=deadline)
+            if ranks == mine:
+                group = made
+    return Comm(axis, mine, mine.index(rank), group, recorder)
