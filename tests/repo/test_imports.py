@@ -31,7 +31,8 @@ DOORS = {
     "rich": ("workbench/",),
 }
 
-# What `firstlight scan` and `plan` need, and what works on numbers alone. They answer in fractions of a second; importing torch alone takes longer.
+# What `firstlight scan` and `plan` need, and what works on numbers alone. They answer in fractions of a second;
+# importing torch alone takes longer.
 LIGHT_MODULES = (
     "firstlight.engine",
     "firstlight.engine.weights.checkpoint",
