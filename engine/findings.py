@@ -24,6 +24,9 @@ CODES: dict[str, str] = {
     "not-found": "a path, file or name that does not exist",
     "missing-side-file": "a file beside the weights (tokenizer, processor, template, config) is missing",
     "side-file-invalid": "a file beside the weights cannot be read",
+    "tokenizer-class": "a tokenizer class changes what tokenizer.json says, or is not known",
+    "class-default": "a constant of the processor comes from its class, not from a file",
+    "control-token": "a prompt spells a control token",
     # account of tensors and parameters
     "missing-tensor": "a parameter has no tensor to come from",
     "unconsumed-tensor": "a tensor that no parameter consumes",

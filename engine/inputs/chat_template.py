@@ -1,0 +1,254 @@
+"""Messages to prompt text by the checkpoint's own Jinja template, sandboxed, with the extras transformers gives it.
+
+Sources, first that exists: `chat_template` in processor_config.json and in chat_template.json (only where the
+checkpoint has a processor), chat_template.jinja, tokenizer_config.json.
+Source: transformers 5.24, utils/chat_template_utils.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.inputs import side_files
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+
+# A text no template contains, to see what a template does with a message's content.
+PROBE = "c0ntent-pr0be"
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A chat template and where it came from.
+
+    `special_tokens` (bos_token, ...) are variables of the template. `names` lists further templates the checkpoint has.
+    """
+
+    def __init__(self, source: str, file: Path, special_tokens: Mapping[str, str], names: Sequence[str] = ()) -> None:
+        self.source = source
+        self.file = file
+        self.special_tokens = dict(special_tokens)
+        self.names = tuple(names)
+
+    @classmethod
+    def open(
+        cls, directory: str | Path, special_tokens: Mapping[str, str] | None = None, processor: bool = False
+    ) -> Self:
+        """The chat template of a checkpoint directory; `processor`: look where a multimodal processor keeps it first.
+
+        Raises `Refused` (missing-side-file) when there is none, naming the places looked at.
+        """
+        directory = Path(directory)
+        found = _find(directory, processor)
+        if found is None:
+            places = "chat_template.jinja, chat_template in tokenizer_config.json"
+            raise Refused(
+                fatal(
+                    "missing-side-file",
+                    "the checkpoint has no chat template",
+                    file=str(directory / "chat_template.jinja"),
+                    expected=f"{places}{', chat_template.json' if processor else ''}",
+                    found="none of them",
+                    next="give the whole prompt as text (without --chat), or add the vendor's chat_template.jinja",
+                )
+            )
+        templates, file = found
+        if "default" not in templates:
+            raise Refused(
+                fatal(
+                    "side-file-invalid",
+                    "the checkpoint has several chat templates and none is the default",
+                    file=str(file),
+                    expected="a template named 'default'",
+                    found=", ".join(sorted(templates)),
+                )
+            )
+        return cls(templates["default"], file, special_tokens or {}, sorted(set(templates) - {"default"}))
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt text of a conversation; raises `Refused` (bad-request) when the template refuses or fails."""
+        import jinja2
+
+        values = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        chat = [_with_reasoning(_plain({k: v for k, v in message.items() if v is not None})) for message in messages]
+        try:
+            text: str = self._compiled.render(
+                messages=chat, add_generation_prompt=add_generation_prompt, **_plain(values)
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise Refused(
+                fatal(
+                    "bad-request",
+                    f"the chat template does not accept these messages: {error}",
+                    file=str(self.file),
+                    found=f"roles {', '.join(str(message.get('role')) for message in messages)}",
+                    next="change the messages, or give the whole prompt as text (without --chat)",
+                )
+            ) from error
+        return text
+
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether the template writes a message's content where that is a text."""
+        return self._writes(PROBE)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a message whose content is a list of parts."""
+        return self._writes([{"type": "text", "text": PROBE}])
+
+    def _writes(self, content: Any) -> bool:
+        try:
+            text = self.render([{"role": "user", "content": content}])
+        except Refused:
+            return False
+        # A template that does not expect a list writes it out as Python or JSON would.
+        return PROBE in text and not any(sign in text for sign in ("'type':", '"type":', "{'text'", '{"text"'))
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        import jinja2
+
+        try:
+            return _environment().from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise Refused(
+                fatal(
+                    "side-file-invalid",
+                    f"the chat template is not valid Jinja: {error.message} (line {error.lineno})",
+                    file=str(self.file),
+                )
+            ) from error
+
+
+def _find(directory: Path, processor: bool) -> tuple[dict[str, str], Path] | None:
+    """All templates by name and the file of the default one, or None."""
+    jinja = directory / "chat_template.jinja"
+    named = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if processor:
+        for name in (side_files.PROCESSOR_CONFIG, "chat_template.json"):
+            config = side_files.read_json_if_present(directory / name) or {}
+            if config.get("chat_template") is not None:
+                return _by_name(config["chat_template"]), directory / name
+    if jinja.is_file() or named:
+        templates = {name: side_files.read_text(file) for name, file in named.items()}
+        if jinja.is_file():
+            templates["default"] = side_files.read_text(jinja)
+        return templates, jinja if jinja.is_file() else next(iter(named.values()))
+    config = side_files.read_json_if_present(directory / side_files.TOKENIZER_CONFIG) or {}
+    if config.get("chat_template") is not None:
+        return _by_name(config["chat_template"]), directory / side_files.TOKENIZER_CONFIG
+    return None
+
+
+def _by_name(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, Mapping):
+        return {str(name): str(template) for name, template in value.items()}
+    return {str(entry["name"]): str(entry["template"]) for entry in value}
+
+
+def _plain(value: Any) -> Any:
+    """A copy in plain JSON types: a template, which is foreign code, is given no object with methods of ours."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"<{type(value).__name__}>"
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _environment() -> jinja2.Environment:
+    """Jinja's sandbox with transformers' filters, functions and the `generation` tag."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what the assistant wrote; the text is kept, variables set inside stay inside."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_kept"), [], [], body).set_lineno(line)
+
+        def _kept(self, caller: jinja2.runtime.Macro) -> str:
+            return caller()
+
+    class Dict:
+        """`dict` as a function; the type itself would open its attributes to the template."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    class Namespace(jinja2.utils.Namespace):
+        """A namespace that refuses names by which a template could reach Python's internals."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            attributes = dict(*args[1:], **kwargs)
+            for name in attributes:
+                _check_name(name)
+            jinja2.utils.Namespace.__init__(args[0], attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check_name(name)
+            super().__setitem__(name, value)
+
+    def _check_name(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace attribute must not begin with an underscore: {name!r}")
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().astimezone().replace(tzinfo=None).strftime(form)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.globals["dict"] = Dict()
+    environment.globals["namespace"] = Namespace
+    return environment

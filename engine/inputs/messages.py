@@ -1,0 +1,83 @@
+"""Messages of a conversation: building a turn, OpenAI's parts to a template's parts, and the pictures in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+Message = Mapping[str, Any]
+
+
+def user_turn(prompt: str, num_pictures: int, parts: bool) -> dict[str, Any]:
+    """One user message: pictures first, then the text; `parts`: as a list of parts, else as a text."""
+    if not parts and not num_pictures:
+        return {"role": "user", "content": prompt}
+    content = [{"type": "image"} for _ in range(num_pictures)]
+    return {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
+
+
+def texts_of(messages: Sequence[Message]) -> Iterator[str]:
+    """The texts that messages of all roles carry."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list | tuple):
+            yield from (str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+
+
+def with_plain_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages whose lists of text parts are one text each, joined by line breaks; others are left as they are."""
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        is_text = isinstance(content, list | tuple) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" for part in content
+        )
+        plain.append({**message, "content": "\n".join(texts_of([message]))} if is_text else dict(message))
+    return plain
+
+
+def from_openai(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages as the chat completions API sends them, and the URLs of their pictures in order.
+
+    `image_url` parts (and `image` parts with a `url`) become {"type": "image"}; text parts and texts stay. Raises
+    `Refused` (bad-request) for a part of another kind and for a message that is not one.
+    """
+    turned, urls = [], []
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            _refuse(f"messages[{index}]", "a message with a role and content", "no role")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts = []
+            for number, part in enumerate(content):
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind == "text" and isinstance(part.get("text"), str):
+                    parts.append({"type": "text", "text": part["text"]})
+                elif kind in ("image_url", "image") and (url := _url(part)) is not None:
+                    parts.append({"type": "image"})
+                    urls.append(url)
+                else:
+                    _refuse(f"messages[{index}].content[{number}]", "a text or image_url part", str(kind))
+            content = parts
+        elif content is not None and not isinstance(content, str):
+            _refuse(f"messages[{index}].content", "a text or a list of parts", type(content).__name__)
+        turned.append({**message, "content": content})
+    return turned, urls
+
+
+def _url(part: Mapping[str, Any]) -> str | None:
+    value = part.get("image_url", part.get("url"))
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    return value if isinstance(value, str) else None
+
+
+def _refuse(where: str, expected: str, found: str) -> None:
+    raise Refused(
+        fatal("bad-request", f"{where} cannot be used", expected=expected, found=found, next=f"send {expected}")
+    )

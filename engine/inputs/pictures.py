@@ -1,0 +1,240 @@
+"""Pictures from files, bytes and data URLs: bounded before they are decoded, upright, opaque, RGB, and with a record.
+
+What is done to a picture, in this order; the record of each picture states it:
+1. The file's size, the format, and the number of pixels in the header are held against `PictureLimits`.
+2. Of an animation or a file with several pages, the first frame is used.
+3. The EXIF orientation is applied (`apply_exif=False` leaves the stored orientation, as a processor does that is given
+   `PIL.Image.open(file)` itself).
+4. 16-bit grey is scaled to 8 bits, 65535 to 255, rounded: v * 255 / 65535. transformers clips such values at 255, which
+   makes all but the darkest 0.4 % of the range white. 16-bit RGB keeps the upper eight bits, as Pillow reads it.
+5. Transparency (alpha, a palette's or a colour's tRNS) is composited on white, as transformers 5 does.
+6. Everything else (grey, bilevel, palette, CMYK, YCbCr, LAB) is converted by Pillow. ICC profiles are not applied.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.inputs.picture_sources import read_source
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+EXIF_ORIENTATION = 0x0112
+SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+
+# What brings a picture of an EXIF orientation upright, by Pillow's names.
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
+# What Pillow's decoders raise on broken files, besides its own UnidentifiedImageError (an OSError).
+_DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    KeyError,
+    IndexError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+
+
+class PictureLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a picture may be: bytes of the file, pixels of the picture, formats that are decoded at all."""
+
+    max_file_bytes: int = 64 << 20
+    max_pixels: int = 64_000_000
+    formats: tuple[str, ...] = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+
+
+class PictureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a picture was and what was done to it. Sizes are (width, height)."""
+
+    source: str
+    file_bytes: int
+    format: str
+    mode: str
+    stored_size: tuple[int, int]
+    size: tuple[int, int]
+    orientation: int | None = None
+    orientation_applied: bool = False
+    composited_on_white: bool = False
+    is_animated: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class Picture(msgspec.Struct, frozen=True, eq=False):
+    """An upright RGB picture of 8 bits a channel, and the record of how it came to be."""
+
+    image: Image.Image
+    record: PictureRecord
+
+
+def open_picture(source: bytes | str | Path, apply_exif: bool = True, limits: PictureLimits | None = None) -> Picture:
+    """A picture from the bytes of a file, a path, or a `data:` URL.
+
+    Raises `Refused` (bad-image) with the limit and the actual value: file too large, not a picture, a format that is
+    not decoded, too many pixels, truncated or broken data, values without a defined range; and for http(s) URLs, which
+    are not fetched.
+    """
+    limits = limits or PictureLimits()
+    data, name = read_source(source, limits.max_file_bytes)
+    image, notes = _open(data, name, limits)
+    return _upright_rgb(image, name, len(data), apply_exif, notes)
+
+
+def picture_from_image(image: Image.Image, apply_exif: bool = True, source: str = "image in memory") -> Picture:
+    """A picture from a Pillow image, treated as a file's would be."""
+    return _upright_rgb(image, source, 0, apply_exif, [])
+
+
+def _refuse(name: str, message: str, **fields: Any) -> NoReturn:
+    raise Refused(fatal("bad-image", message, file=name, **fields))
+
+
+def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, list[str]]:
+    """The first frame, decoded, after its header passed the limits; and what only the file tells about it."""
+    from PIL import Image
+
+    try:
+        image = Image.open(BytesIO(data), formats=limits.formats)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        _refuse(name, f"too many pixels: {error}", expected=f"at most {limits.max_pixels} pixels", next="scale it down")
+    except _DECODE_ERRORS:
+        _refuse(
+            name,
+            "not a picture that can be decoded",
+            expected=f"one of {', '.join(limits.formats)}",
+            found=_describe(data),
+            next="convert it to PNG or JPEG",
+        )
+    width, height = image.size
+    if width * height > limits.max_pixels or width * height == 0:
+        _refuse(
+            name,
+            "too many pixels" if width else "no pixels",
+            expected=f"1 to {limits.max_pixels} pixels",
+            found=f"{width} x {height} = {width * height} pixels",
+            next="scale it down",
+        )
+    # Pillow forgets how the file stores its values once they are decoded.
+    is_wide = any(";16" in str(tile[3]) for tile in getattr(image, "tile", None) or ()) and "16" not in image.mode
+    try:
+        image.load()
+    except _DECODE_ERRORS as error:
+        _refuse(
+            name,
+            f"{image.format} data is broken: {error}",
+            expected=f"{width} x {height} pixels, as the header says",
+            found=f"data that ends or breaks off ({len(data)} bytes)",
+            next="fetch or save the picture again",
+        )
+    return image, ["16 bits a channel in the file: the upper 8 are used"] if is_wide else []
+
+
+def _describe(data: bytes) -> str:
+    if not data:
+        return "an empty file"
+    return f"{len(data)} bytes that start with {data[:8].hex(' ')}"
+
+
+def _upright_rgb(image: Image.Image, name: str, file_bytes: int, apply_exif: bool, notes: list[str]) -> Picture:
+    is_animated = bool(getattr(image, "is_animated", False))
+    if is_animated:
+        notes.append("several frames or pages: the first is used")
+    if image.info.get("icc_profile"):
+        notes.append("the embedded ICC profile is not applied")
+    orientation = _orientation(image, notes)
+    format_, mode, stored_size = image.format or "none", image.mode, image.size
+    is_turned = orientation in TURNS and apply_exif
+    if orientation in TURNS and not apply_exif:
+        notes.append(f"EXIF orientation {orientation} is not applied: switched off")
+    turned = image.transpose(_turn(orientation)) if orientation is not None and is_turned else image
+    rgb, has_alpha = _rgb(turned, name, notes)
+    record = PictureRecord(
+        source=name,
+        file_bytes=file_bytes,
+        format=format_,
+        mode=mode,
+        stored_size=stored_size,
+        size=rgb.size,
+        orientation=orientation,
+        orientation_applied=is_turned,
+        composited_on_white=has_alpha,
+        is_animated=is_animated,
+        notes=tuple(notes),
+    )
+    return Picture(rgb, record)
+
+
+def _orientation(image: Image.Image, notes: list[str]) -> int | None:
+    try:
+        value = image.getexif().get(EXIF_ORIENTATION)
+    except _DECODE_ERRORS as error:
+        notes.append(f"the EXIF data cannot be read and is ignored: {error}")
+        return None
+    if value is not None and value not in range(1, 9):
+        notes.append(f"EXIF orientation {value!r} is not one of 1 to 8 and is ignored")
+        return None
+    return value
+
+
+def _turn(orientation: int) -> Image.Transpose:
+    from PIL import Image
+
+    return Image.Transpose[TURNS[orientation]]
+
+
+def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, bool]:
+    """The picture in RGB, and whether something transparent was composited on white."""
+    from PIL import Image
+
+    if image.mode in SIXTEEN_BIT_MODES or image.mode in ("I", "F"):
+        return _from_wide_grey(image, name, notes)
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB"), True
+    if image.mode != "RGB":
+        notes.append(f"converted from mode {image.mode}")
+    rgb = image.convert("RGB")
+    return (rgb.copy() if rgb is image else rgb), False
+
+
+def _from_wide_grey(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, bool]:
+    """8-bit RGB from grey of 16 bits: 65535 becomes 255. 32-bit integers and floats have no defined white: refused."""
+    import numpy as np
+    from PIL import Image
+
+    grey = np.asarray(image)
+    if image.mode == "F" or grey.min() < 0 or grey.max() > 65535:
+        _refuse(
+            name,
+            f"mode {image.mode}: values without a defined white",
+            expected="8 or 16 bits a channel",
+            found=f"values from {grey.min()} to {grey.max()}",
+            next="scale it to 8 bits and save it as PNG",
+        )
+    notes.append("16-bit grey scaled to 8 bits, 65535 to 255; transformers clips at 255 instead")
+    scaled = ((grey.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        scaled[grey == transparent] = 255
+    return Image.fromarray(scaled).convert("RGB"), isinstance(transparent, int)

@@ -1,0 +1,283 @@
+"""A prompt and pictures to what a model takes: token ids and pixel tensors as the vendor's processor makes them.
+
+Legend: T tokens, P pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.inputs import side_files
+from firstlight.engine.inputs.chat_template import ChatTemplate, Message
+from firstlight.engine.inputs.image_constants import Constant
+from firstlight.engine.inputs.image_processor import ImageProcessor
+from firstlight.engine.inputs.messages import texts_of, user_turn, with_plain_text
+from firstlight.engine.inputs.pictures import Picture, PictureRecord
+from firstlight.engine.inputs.placeholders import Expansion, processor_class, read_expansion
+from firstlight.engine.inputs.tokenizer import Tokenizer
+
+
+class PreparedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How an input came to be: classes and files, constants with their sources, pictures, and what to look at."""
+
+    tokenizer_class: str
+    tokenizer_file: str
+    chat_template_file: str | None = None
+    processor_class: str | None = None
+    image_processor_class: str | None = None
+    constants: tuple[Constant, ...] = ()
+    pictures: tuple[PictureRecord, ...] = ()
+    tokens_per_picture: tuple[int, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+class Prepared(msgspec.Struct, frozen=True, eq=False):
+    """One input of a model.
+
+    `input_ids_1T` and `attention_mask_1T`: int64, one row. `tensors`: the image tensors under the vendor's names and
+    dtypes. `image_spans`: (start, count) of the placeholder tokens of each picture, in order. `text`: the prompt after
+    the chat template, placeholders not expanded.
+    """
+
+    input_ids_1T: NDArray[np.int64]
+    attention_mask_1T: NDArray[np.int64]
+    tensors: Mapping[str, NDArray[np.generic]]
+    image_spans: tuple[tuple[int, int], ...]
+    text: str
+    record: PreparedRecord
+
+    @property
+    def input_ids(self) -> NDArray[np.int64]:
+        """Token ids [1, T]."""
+        return self.input_ids_1T
+
+    @property
+    def attention_mask(self) -> NDArray[np.int64]:
+        """Ones [1, T]: nothing is padded."""
+        return self.attention_mask_1T
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Everything a file of it holds, by the vendor's names."""
+        return {"input_ids": self.input_ids_1T, "attention_mask": self.attention_mask_1T, **self.tensors}
+
+
+class Processor:
+    """What a checkpoint's directory says about its inputs, read once and used for any number of prompts.
+
+    Parts that a prompt does not need (chat template, image processor) are read when first needed, so that a checkpoint
+    without them still takes what it can.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        self.directory = directory
+        self.tokenizer = tokenizer
+        self.class_name, self._class_file = processor_class(directory)
+        config = side_files.read_json_if_present(directory / side_files.CONFIG) or {}
+        self.takes_pictures = self.class_name is not None or "vision_config" in config
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Self:
+        """The processor of a checkpoint directory; raises `Refused` (missing-side-file) without a tokenizer."""
+        return cls(Path(directory), Tokenizer.open(directory))
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat template; raises `Refused` where it has none."""
+        return ChatTemplate.open(self.directory, self.tokenizer.special_tokens, processor=self.takes_pictures)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        """The checkpoint's image processor; raises `Refused` where its constants are in no file."""
+        return ImageProcessor.open(self.directory)
+
+    @cached_property
+    def expansion(self) -> Expansion:
+        """How pictures are written into a prompt; raises `Refused` where that is not known."""
+        return read_expansion(self.directory, self.tokenizer)
+
+    def prepare(self, prompt: str, pictures: Sequence[Picture] = (), chat: bool = False) -> Prepared:
+        """A prompt's input. `chat`: the prompt is one user turn, pictures first, in the checkpoint's chat template;
+        otherwise it is the whole text, with a placeholder where each picture belongs.
+
+        Raises `Refused`: bad-request where placeholders and pictures differ in number, bad-image, missing-side-file.
+        """
+        if not chat:
+            spelled = self.tokenizer.special_tokens_in(prompt)
+            findings = [_spelled(spelled, note, "the text is given whole")] if spelled else []
+            return self._prepare(prompt, pictures, add_special_tokens=True, findings=findings)
+        parts = self.takes_pictures if pictures else self.takes_pictures and self.chat_template.takes_parts
+        if not self.takes_pictures and not self.chat_template.takes_text:
+            parts = True
+        return self.prepare_messages([user_turn(prompt, len(pictures), parts)], pictures)
+
+    def prepare_messages(
+        self, messages: Sequence[Message], pictures: Sequence[Picture] = (), **variables: Any
+    ) -> Prepared:
+        """A conversation's input, in the checkpoint's chat template with its generation prompt.
+
+        `messages`: role and content; content is a text or parts ({"type": "text", "text": ...}, {"type": "image"}), one
+        image part for each picture in order. Text parts become one text where the template takes only texts.
+        `variables` are the template's own (tools, enable_thinking, ...). Raises `Refused` as `prepare` does.
+        """
+        if not pictures and not self.chat_template.takes_parts:
+            messages = with_plain_text(messages)
+        spelled = tuple(dict.fromkeys(t for text in texts_of(messages) for t in self.tokenizer.special_tokens_in(text)))
+        findings = [_spelled(spelled, warning, "the model takes it for its own")] if spelled else []
+        text = self.chat_template.render(messages, add_generation_prompt=True, **variables)
+        # A tokenizer alone adds nothing to a template's text; a processor does, unless the template began as it would.
+        bos = self.tokenizer.special_tokens.get("bos_token")
+        add_special_tokens = self.class_name is not None and not (bos is not None and text.startswith(bos))
+        return self._prepare(text, pictures, add_special_tokens, findings, self.chat_template.file)
+
+    def _prepare(
+        self,
+        text: str,
+        pictures: Sequence[Picture],
+        add_special_tokens: bool,
+        findings: list[Finding],
+        template_file: Path | None = None,
+    ) -> Prepared:
+        findings = [*self.tokenizer.findings, *findings]
+        tensors: Mapping[str, NDArray[np.generic]] = {}
+        counts: tuple[int, ...] = ()
+        constants: tuple[Constant, ...] = ()
+        expanded = text
+        if pictures or self._has_placeholder(text):
+            self._check_placeholders(text, len(pictures))
+            tensors = self.image_processor.process(pictures)
+            counts = self.expansion.counts(tensors)
+            self._check_counts(pictures, counts)
+            expanded = _expand(text, self.expansion.token, counts)
+            constants = (*self.image_processor.constants.constants, *self.expansion.constants)
+            findings += [*self.image_processor.constants.findings, *self._colour_findings(pictures)]
+        elif self.class_name is not None and not self._is_known():
+            findings.append(self._unknown_class())
+        ids = self.tokenizer.encode(expanded, add_special_tokens)
+        spans = self._spans(ids, counts) if counts else ()
+        if not ids:
+            raise Refused(
+                fatal("bad-request", "the prompt has no tokens", expected="at least one token", found=repr(text))
+            )
+        record = PreparedRecord(
+            tokenizer_class=self.tokenizer.class_name,
+            tokenizer_file=str(self.tokenizer.file),
+            chat_template_file=str(template_file) if template_file else None,
+            processor_class=self.class_name,
+            image_processor_class=self.image_processor.constants.class_name if pictures else None,
+            constants=constants,
+            pictures=tuple(picture.record for picture in pictures),
+            tokens_per_picture=counts,
+            findings=tuple(findings),
+        )
+        ids_1T = np.array([ids], dtype=np.int64)
+        return Prepared(ids_1T, np.ones_like(ids_1T), tensors, spans, text, record)
+
+    def _is_known(self) -> bool:
+        from firstlight.engine.inputs.placeholders import EXPANSIONS
+
+        return self.class_name in EXPANSIONS
+
+    def _unknown_class(self) -> Finding:
+        return warning(
+            "unsupported-block",
+            f"processor {self.class_name} is not known: the text went through the tokenizer alone",
+            file=str(self._class_file),
+        )
+
+    def _has_placeholder(self, text: str) -> bool:
+        return self._is_known() and self.expansion.token in text
+
+    def _check_placeholders(self, text: str, num_pictures: int) -> None:
+        token = self.expansion.token
+        found = text.count(token)
+        if found != num_pictures:
+            raise Refused(
+                fatal(
+                    "bad-request",
+                    f"{num_pictures} pictures, but the prompt has {found} placeholders {token}",
+                    expected=f"{num_pictures} placeholders {token}",
+                    found=str(found),
+                    next=f"write {token} where each picture belongs, or use --chat with a template that places pictures"
+                    if found < num_pictures
+                    else f"give a picture for each {token}, or take {token} out of the text",
+                )
+            )
+
+    def _check_counts(self, pictures: Sequence[Picture], counts: Sequence[int]) -> None:
+        for picture, count in zip(pictures, counts, strict=True):
+            if count < 1:
+                raise Refused(
+                    fatal(
+                        "bad-image",
+                        "no token would stand for the picture",
+                        file=picture.record.source,
+                        expected="at least one placeholder token",
+                        found=f"{count} for {picture.image.size[0]} x {picture.image.size[1]} pixels",
+                        next="send a larger picture",
+                    )
+                )
+
+    def _colour_findings(self, pictures: Sequence[Picture]) -> list[Finding]:
+        constants = self.image_processor.constants
+        if constants["do_convert_rgb"] or all(picture.record.mode == "RGB" for picture in pictures):
+            return []
+        return [
+            note(
+                "class-default", "do_convert_rgb is off; pictures are brought to RGB all the same", file=constants.file
+            )
+        ]
+
+    def _spans(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Where the placeholders of each picture stand; raises `Refused` where the tokenizer broke them up."""
+        positions = [index for index, id_ in enumerate(ids) if id_ == self.expansion.token_id]
+        if len(positions) != sum(counts):
+            self._refuse_placeholder(len(positions), sum(counts))
+        spans, used = [], 0
+        for count in counts:
+            run = positions[used : used + count]
+            if run[-1] - run[0] != count - 1:
+                self._refuse_placeholder(len(positions), sum(counts))
+            spans.append((run[0], count))
+            used += count
+        return tuple(spans)
+
+    def _refuse_placeholder(self, found: int, expected: int) -> NoReturn:
+        raise Refused(
+            fatal(
+                "side-file-invalid",
+                f"the tokenizer does not keep {self.expansion.token} as one token",
+                file=str(self.tokenizer.file),
+                expected=f"{expected} times id {self.expansion.token_id}, in a row for each picture",
+                found=f"{found} times",
+                next=f"{self.expansion.token} must be an added token of tokenizer.json",
+            )
+        )
+
+
+def prepare(directory: str | Path, prompt: str, pictures: Sequence[Picture] = (), chat: bool = False) -> Prepared:
+    """One prompt's input from a checkpoint directory; for many prompts keep a `Processor`. Raises `Refused`."""
+    return Processor.open(directory).prepare(prompt, pictures, chat)
+
+
+def _expand(text: str, token: str, counts: Sequence[int]) -> str:
+    pieces = text.split(token)
+    return pieces[0] + "".join(token * count + piece for count, piece in zip(counts, pieces[1:], strict=True))
+
+
+def _spelled(tokens: Sequence[str], kind: Any, consequence: str) -> Finding:
+    finding: Finding = kind(
+        "control-token",
+        f"the prompt contains control tokens: {', '.join(tokens)}; {consequence}",
+        expected="text without control tokens",
+        found=", ".join(tokens),
+    )
+    return finding

@@ -1,0 +1,110 @@
+"""The small files beside the weights, read with a bound and refused by name where they are absent or broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+PROCESSOR_CONFIG = "processor_config.json"
+PREPROCESSOR_CONFIG = "preprocessor_config.json"
+
+SIDE_FILE_LIMIT_BYTES = 256 << 20
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a side file, at most `SIDE_FILE_LIMIT_BYTES`; raises `Refused` (missing- or invalid-side-file)."""
+    try:
+        size = path.stat().st_size
+        if size > SIDE_FILE_LIMIT_BYTES:
+            raise Refused(
+                fatal(
+                    "side-file-invalid",
+                    f"{path.name} is too large to be what its name says",
+                    file=str(path),
+                    expected=f"at most {SIDE_FILE_LIMIT_BYTES} bytes",
+                    found=f"{size} bytes",
+                    next=f"fetch {path.name} from the model's release again",
+                )
+            )
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise Refused(missing(path)) from None
+    except OSError as error:
+        raise Refused(
+            fatal("side-file-invalid", f"{path.name} cannot be read: {error.strerror}", file=str(path))
+        ) from error
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a side file; raises `Refused`."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(
+            fatal(
+                "side-file-invalid", f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", file=str(path)
+            )
+        ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a side file; raises `Refused` when it is absent, not JSON, or not an object."""
+    try:
+        value = msgspec.json.decode(read_bytes(path))
+    except msgspec.DecodeError as error:
+        raise Refused(
+            fatal(
+                "side-file-invalid",
+                f"{path.name} is not JSON: {error}",
+                file=str(path),
+                next=f"fetch {path.name} from the model's release again",
+            )
+        ) from None
+    if not isinstance(value, dict):
+        raise Refused(
+            fatal(
+                "side-file-invalid",
+                f"{path.name} does not hold a JSON object",
+                file=str(path),
+                expected="an object",
+                found=type(value).__name__,
+            )
+        )
+    return value
+
+
+def read_json_if_present(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a side file, or None where there is no such file."""
+    return read_json(path) if path.is_file() else None
+
+
+def missing(path: Path, purpose: str = "", next: str | None = None) -> Any:
+    """The finding for a side file that is not there."""
+    return fatal(
+        "missing-side-file",
+        f"{path.name} is not there" + (f": {purpose}" if purpose else ""),
+        file=str(path),
+        expected=path.name,
+        found="no such file",
+        next=next or f"fetch {path.name} from the model's release into {path.parent}",
+    )
+
+
+def nested(config: Mapping[str, Any], *keys: str) -> Any:
+    """The value at a path of keys, or None where a step of the path is absent."""
+    value: Any = config
+    for key in keys:
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return value

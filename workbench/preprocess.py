@@ -1,0 +1,32 @@
+"""The rung `preprocess`: what would go into the model for a prompt and pictures, written to a safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from firstlight.engine.inputs.pictures import open_picture
+from firstlight.engine.inputs.prepare import Prepared, Processor
+from firstlight.engine.weights import safetensors_file
+
+
+def preprocess(
+    checkpoint_dir: str | Path,
+    prompt: str,
+    images: Sequence[str | Path | bytes] = (),
+    chat: bool = False,
+    out: str | Path | None = None,
+    apply_exif: bool = True,
+) -> Prepared:
+    """Prepare a prompt and pictures as the checkpoint's own processor does, and write `out` (safetensors).
+
+    The file holds `input_ids` and `attention_mask` [1, tokens] int64 and the image tensors under the vendor's names and
+    dtypes. `chat`: the prompt is one user turn, pictures first, in the checkpoint's chat template with its generation
+    prompt. `images`: files, bytes of files, or data: URLs. Raises `Refused`.
+    """
+    processor = Processor.open(checkpoint_dir)
+    pictures = [open_picture(image, apply_exif=apply_exif) for image in images]
+    prepared = processor.prepare(prompt, pictures, chat)
+    if out is not None:
+        safetensors_file.write(out, prepared.arrays())
+    return prepared
