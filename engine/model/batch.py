@@ -6,12 +6,13 @@ Shapes: T tokens of all sequences laid end to end, B sequences, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from firstlight.engine.model.spec import Rope
     from firstlight.engine.parallel.comm import Comms
     from firstlight.kernels.attention.meta import AttentionMeta
     from firstlight.kernels.registry import Choice
@@ -33,13 +34,12 @@ class ForwardBatch:
     """One step over B sequences: prefill chunks and decodes side by side, tokens flattened to T.
 
     `cache[i]` holds the tensors that layer i keeps, in the order of its `CacheSpec`, each [pages, heads, page, dim].
-    `slots_T` says where each token's entry goes (page * page_size + offset). `logit_rows` picks the rows whose logits
-    are wanted (None: all). `rope` maps a rotary variant to its (cos, sin), each [T, dim / 2]; filled by `Model.forward`.
+    `attention` knows lengths, pages and where each token's entry goes. `logit_rows` picks the rows whose logits are
+    wanted (None: all). `rotary` keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it.
     """
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor
     attention: AttentionMeta
     cache: tuple[tuple[Tensor, ...], ...]
     comms: Comms
@@ -47,3 +47,4 @@ class ForwardBatch:
     logit_rows: Tensor | None = None
     embeddings: tuple[Embedding, ...] = ()
     tap: Tap | None = None
+    rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)

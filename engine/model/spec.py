@@ -158,7 +158,6 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Norm | None = None
-    qk_norm_over: Literal["head", "all"] = "head"
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -186,15 +185,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         if self.sinks:
             yield scope.param("sinks", self.num_heads, role="attention", place=(heads,), dtype="F32")
         if self.qk_norm is not None:
-            over_all = self.qk_norm_over == "all"
-            yield from self.qk_norm.parameters(
-                scope.into("q_norm"), width if over_all else self.head_dim, (heads,) if over_all else ()
-            )
-            yield from self.qk_norm.parameters(
-                scope.into("k_norm"),
-                self.num_kv_heads * self.head_dim if over_all else self.head_dim,
-                (kv_heads,) if over_all else (),
-            )
+            yield from self.qk_norm.parameters(scope.into("q_norm"), self.head_dim)
+            yield from self.qk_norm.parameters(scope.into("k_norm"), self.head_dim)
 
     def cache(self) -> CacheSpec:
         if not self.causal:

@@ -1,0 +1,88 @@
+"""The stack that a spec describes, over a rank's weights; its forward reads as prose. Legend: T tokens, R rows, H hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.embedding import Head, TokenEmbedding
+from firstlight.engine.model.layers.layer import Layer
+from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.vision import VisionTower
+from firstlight.engine.model.spec import CacheSpec, ModelSpec
+from firstlight.engine.weights.loader import Weights
+from firstlight.kernels.registry import Choice
+
+
+class Model:
+    """The layers of one rank. `layer_range` [start, stop) are those of its pipeline stage, in global numbers."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Choice) -> None:
+        access = Access(weights.storages, ops)
+        start, stop = weights.pieces.layers
+        self.spec = spec
+        self.layer_range = (start, stop)
+        self.dtype = weights.storages[f"layers.{start}.mixer.o.weight"].dtype
+        self.device = weights.storages[f"layers.{start}.mixer.o.weight"].device
+        self.is_first, self.is_last = start == 0, stop == spec.num_layers
+        self._embed = TokenEmbedding(spec, access) if self.is_first else None
+        self._vision = VisionTower(spec.vision, access) if spec.vision and self.is_first else None
+        self._layers = [
+            Layer(spec.layers[i], access.into(f"layers.{i}"), f"layers.{i}") for i in range(start, stop)
+        ]
+        self._norm = Norm(spec.final_norm, access.into("norm")) if self.is_last else None
+        self._head = Head(spec, access) if self.is_last else None
+
+    @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What each layer of this stage keeps."""
+        return tuple(self.spec.layers[i].mixer.cache() for i in range(*self.layer_range))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor | None:
+        """Logits [R, vocabulary] float32 for the rows asked for, on the last stage; None on the others."""
+        x_TH = self._embedded(batch) if self.is_first else self._received(batch)
+        for layer, cache in zip(self._layers, batch.cache, strict=True):
+            x_TH = layer(x_TH, batch, cache)
+        if not self.is_last:
+            batch.comms.pp.send(x_TH, batch.comms.pp.index + 1)
+            return None
+        return self._logits(x_TH, batch)
+
+    @torch.inference_mode()
+    def encode_images(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Picture tensors under the vendor's names -> features [tokens, H] in the order of the pictures; first stage only."""
+        assert self._vision is not None, "this rank holds no vision tower"
+        return self._vision({name: tensor.to(self.device) for name, tensor in tensors.items()})
+
+    @torch.inference_mode()
+    def run_layer(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """Layer `index` alone on a given input [T, H] (teacher forcing); the last one with the final norm behind it."""
+        start, _ = self.layer_range
+        x_TH = self._layers[index - start](x_TH.to(self.device, self.dtype), batch, batch.cache[index - start])
+        return self._norm(x_TH) if self._norm is not None and index == self.spec.num_layers - 1 else x_TH
+
+    def _embedded(self, batch: ForwardBatch) -> Tensor:
+        assert self._embed is not None
+        x_TH = self._embed(batch)
+        if batch.tap is not None:
+            batch.tap("embed", x_TH)
+        return x_TH
+
+    def _received(self, batch: ForwardBatch) -> Tensor:
+        shape = (batch.token_ids_T.shape[0], self.spec.hidden)
+        empty_TH = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return batch.comms.pp.receive(empty_TH, batch.comms.pp.index - 1)
+
+    def _logits(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        assert self._norm is not None and self._head is not None
+        if batch.logit_rows is not None:
+            x_TH = x_TH[batch.logit_rows]
+        x_TH = self._norm(x_TH)
+        if batch.tap is not None:
+            batch.tap("norm", x_TH)
+        return self._head(x_TH, batch)

@@ -1,0 +1,52 @@
+"""Vocabulary at both ends: token embedding and output head, cut by rows over tp. Legend: T tokens, H hidden, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.spec import ModelSpec
+
+
+class TokenEmbedding:
+    """ids [T] -> [T, H]; pictures' rows are filled in afterwards, unscaled, as the reference does."""
+
+    def __init__(self, spec: ModelSpec, weights: Access) -> None:
+        self._weight_VH = weights.tensor("embed.weight")
+        self._vocab_size = spec.vocab_size
+        self._scale = spec.embed_scale
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        tp, rows = batch.comms.tp, self._weight_VH.shape[0]
+        if tp.size == 1 and not batch.embeddings:
+            x_TH = torch.nn.functional.embedding(batch.token_ids_T, self._weight_VH)
+        else:  # ids of other ranks and placeholder ids beyond the vocabulary give zero rows
+            local_T = batch.token_ids_T - tp.index * rows
+            here_T = (local_T >= 0) & (local_T < rows) & (batch.token_ids_T < self._vocab_size)
+            x_TH = torch.nn.functional.embedding(local_T.masked_fill(~here_T, 0), self._weight_VH)
+            x_TH = tp.all_reduce(x_TH.masked_fill_(~here_T.unsqueeze(-1), 0.0))
+        if self._scale != 1.0:
+            x_TH = x_TH * torch.tensor(self._scale, dtype=x_TH.dtype)
+        for filled in batch.embeddings:
+            x_TH[filled.start : filled.start + filled.features_NH.shape[0]] = filled.features_NH
+        return x_TH
+
+
+class Head:
+    """x [T, H] -> logits [T, V] float32 on every tp rank; rows that pad the vocabulary are cut off."""
+
+    def __init__(self, spec: ModelSpec, weights: Access) -> None:
+        self._linear = weights.linear("head")
+        self._vocab_size = spec.vocab_size
+        self._scale = spec.logit_scale
+        self._softcap = spec.logit_softcap
+
+    def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        logits_TV = batch.comms.tp.all_gather(self._linear(x_TH), dim=-1)[:, : self._vocab_size].float()
+        if self._scale != 1.0:
+            logits_TV = logits_TV * self._scale
+        if self._softcap is not None:
+            logits_TV = self._softcap * torch.tanh(logits_TV / self._softcap)
+        return logits_TV

@@ -1,0 +1,31 @@
+"""Dense feed-forward. Legend: T tokens, H hidden, F intermediate width on this rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.spec import MLP as MLPSpec
+from firstlight.kernels.gated_activation.reference import ACTIVATIONS
+
+
+class MLP:
+    """x [T, H] -> [T, H]; this rank's channels, summed over tp."""
+
+    def __init__(self, spec: MLPSpec, weights: Access) -> None:
+        self.spec = spec
+        self._in = weights.linear("gate_up" if spec.gated else "up")
+        self._down = weights.linear("down", bias=False)
+        self._down_bias_H = weights.maybe("down.bias")
+
+    def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        out_TH = batch.comms.tp.all_reduce(self.partial(x_TH, batch))
+        return out_TH if self._down_bias_H is None else out_TH + self._down_bias_H
+
+    def partial(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """This rank's share, not yet summed over tp, without the output's bias."""
+        hidden_TF = self._in(x_TH)
+        if self.spec.gated:
+            return self._down(batch.ops.gated_activation(hidden_TF, self.spec.activation))
+        return self._down(ACTIVATIONS[self.spec.activation](hidden_TF))
