@@ -41,6 +41,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _implementation("rotary", "reference", anywhere),
     _implementation("gated_activation", "reference", anywhere),
     _implementation("write_cache", "reference", anywhere, folder="attention"),
+    _implementation("attention", "sdpa", on_cpu),
     _implementation("attention", "reference", anywhere),
     _implementation("router_topk", "reference", anywhere),
     _implementation("grouped_matmul", "reference", anywhere, folder="moe"),

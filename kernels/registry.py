@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import cast
 
 import torch
 
@@ -90,7 +89,7 @@ def choose(
         taken, reasons = _pick(candidates, situation, forced.get(operator))
         chosen[operator] = taken.load()
         rows += [Row(operator, one.name, one is taken, reasons[one.name]) for one in candidates]
-    return Choice(**cast("dict[str, object]", chosen), situation=situation, rows=tuple(rows))  # type: ignore[arg-type]
+    return Choice(**chosen, situation=situation, rows=tuple(rows))  # type: ignore[arg-type]
 
 
 def operator_names() -> tuple[str, ...]:
