@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from firstlight.kernels.native.build import with_native
 from firstlight.kernels.registry_types import Implementation, Situation, Verdict
 
 
@@ -10,6 +13,20 @@ def anywhere(situation: Situation) -> Verdict:
     return True, ""
 
 
+def with_onednn(situation: Situation) -> Verdict:
+    """oneDNN rearranges weights for CPUs; float32 stays torch's own product, which verification relies on."""
+    if situation.device_type != "cpu" or situation.dtype != torch.bfloat16:
+        return (
+            False,
+            f"made for bfloat16 on cpu, not {str(situation.dtype).removeprefix('torch.')} on {situation.device_type}",
+        )
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False, "oneDNN does not compute in bfloat16 on this CPU"
+    return True, ""
+
+
 LINEAR: tuple[Implementation, ...] = (
+    Implementation("linear", "native", "firstlight.kernels.linear.native", "prepare", with_native),
+    Implementation("linear", "onednn", "firstlight.kernels.linear.onednn", "prepare", with_onednn),
     Implementation("linear", "reference", "firstlight.kernels.linear.reference", "prepare", anywhere),
 )

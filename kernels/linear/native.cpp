@@ -1,0 +1,149 @@
+// y[T, F] = x[T, H] @ weight[F, H].T + bias[F] in bfloat16 with float32 sums, on weights as the checkpoint stores them.
+//
+// With few rows the time is that of reading the weight once, so a tile of 4 weight rows is read from memory while up to
+// 24 rows of x, which stay in the nearest cache, are multiplied with it, at most 6 at a time (24 sums in registers). The
+// tile four further on is asked for meanwhile, spread over the work, which is what hides memory behind arithmetic.
+//
+// Each element of y is summed in an order that depends on H alone: a row's result is the same bits whatever rows
+// accompany it and however many threads share the work.
+#include "../native/common.h"
+
+namespace linear {
+
+constexpr int TILE = 4;            // rows of the weight
+constexpr int BLOCK = 6;           // rows of x per pass over a tile
+constexpr int GROUP = 4 * BLOCK;   // rows of x that meet a tile before the next is read
+constexpr int AHEAD = 4;           // tiles between the one in work and the one asked for
+constexpr int64_t SERIAL = 1 << 15; // fewer multiplications than this are not worth waking a second thread
+
+#if HAS_BF16_DOT
+
+// Sums of four vectors, side by side.
+static FORCE_INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// 32 values, or the first of them that the mask names, the rest zero.
+template <bool WHOLE> static FORCE_INLINE __m512bh load(const bf16 *from, __mmask32 mask) {
+    return WHOLE ? (__m512bh)_mm512_loadu_si512(from) : (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
+}
+
+// One step of 32 along H: R rows of the weight times C rows of x; the bits of ASK say which rows to ask for AHEAD.
+template <int R, int C, int ASK, bool WHOLE>
+static FORCE_INLINE void
+multiply_step(const bf16 *weight, const bf16 *x, int64_t H, __mmask32 mask, __m512 (&sum)[TILE][C]) {
+    __m512bh w[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        w[r] = load<WHOLE>(weight + r * H, mask);
+        if (ASK >> r & 1) _mm_prefetch((const char *)(weight + (r + AHEAD * TILE) * H), _MM_HINT_T1);
+    }
+#pragma GCC unroll 6
+    for (int c = 0; c < C; c++) {
+        __m512bh v = load<WHOLE>(x + c * H, mask);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], w[r], v);
+    }
+}
+
+template <int R, int C, int ASK>
+static FORCE_INLINE void multiply(const bf16 *weight, const bf16 *x, int64_t H, const bf16 *bias, bf16 *y, int64_t F) {
+    __m512 sum[TILE][C];
+    for (int r = 0; r < TILE; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
+    int64_t h = 0;
+    for (; h + 32 <= H; h += 32) multiply_step<R, C, ASK, true>(weight + h, x + h, H, 0, sum);
+    if (h < H) multiply_step<R, C, 0, false>(weight + h, x + h, H, (1u << (H - h)) - 1, sum);
+    __m128 added = _mm_setzero_ps();
+    __mmask8 rows = (1 << R) - 1;
+    if (bias) added = _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_maskz_loadu_epi16(rows, bias)), 16));
+#pragma GCC unroll 6
+    for (int c = 0; c < C; c++) {
+        __m128 result = _mm_add_ps(sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c]), added);
+        _mm_mask_storeu_epi16(y + c * F, rows, (__m128i)_mm_cvtneps_pbh(result));
+    }
+}
+
+#else
+
+template <int R, int C, int ASK>
+static FORCE_INLINE void multiply(const bf16 *weight, const bf16 *x, int64_t H, const bf16 *bias, bf16 *y, int64_t F) {
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t h = 0; h < H; h++) sum += to_float(weight[r * H + h]) * to_float(x[c * H + h]);
+            y[c * F + r] = to_bf16(bias ? sum + to_float(bias[r]) : sum);
+        }
+}
+
+#endif
+
+template <int R, int ASK>
+static void multiply_block(int C, const bf16 *weight, const bf16 *x, int64_t H, const bf16 *bias, bf16 *y, int64_t F) {
+    switch (C) {
+        case 1: return multiply<R, 1, ASK>(weight, x, H, bias, y, F);
+        case 2: return multiply<R, 2, ASK>(weight, x, H, bias, y, F);
+        case 3: return multiply<R, 3, ASK>(weight, x, H, bias, y, F);
+        case 4: return multiply<R, 4, ASK>(weight, x, H, bias, y, F);
+        case 5: return multiply<R, 5, ASK>(weight, x, H, bias, y, F);
+        case 6: return multiply<R, 6, ASK>(weight, x, H, bias, y, F);
+    }
+}
+
+// One tile times one group of at most GROUP rows of x, in blocks of nearly equal size.
+template <int R>
+static void multiply_group(const bf16 *weight, const bf16 *x, int64_t T, int64_t H, const bf16 *bias, bf16 *y, int64_t F) {
+    int64_t blocks = (T + BLOCK - 1) / BLOCK;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = T * block / blocks, last = T * (block + 1) / blocks;
+        const bf16 *x_block = x + first * H;
+        bf16 *y_block = y + first * F;
+        int C = (int)(last - first);
+        if (R < TILE) multiply_block<R, 0>(C, weight, x_block, H, bias, y_block, F);
+        else if (blocks == 1) multiply_block<R, 0b1111>(C, weight, x_block, H, bias, y_block, F);
+        else if (blocks == 2 && block == 0) multiply_block<R, 0b0011>(C, weight, x_block, H, bias, y_block, F);
+        else if (blocks == 2) multiply_block<R, 0b1100>(C, weight, x_block, H, bias, y_block, F);
+        else if (block == 0) multiply_block<R, 0b0001>(C, weight, x_block, H, bias, y_block, F);
+        else if (block == 1) multiply_block<R, 0b0010>(C, weight, x_block, H, bias, y_block, F);
+        else if (block == 2) multiply_block<R, 0b1100>(C, weight, x_block, H, bias, y_block, F);
+        else multiply_block<R, 0>(C, weight, x_block, H, bias, y_block, F);
+    }
+}
+
+} // namespace linear
+
+extern "C" void firstlight_linear(
+    const bf16 *weight, const bf16 *bias, const bf16 *x, bf16 *y, int64_t T, int64_t F, int64_t H, int threads) {
+    using namespace linear;
+    int64_t tiles = (F + TILE - 1) / TILE;
+    if (T * F * H < SERIAL) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int64_t first, last;
+        share(tiles, omp_get_thread_num(), omp_get_num_threads(), &first, &last);
+        for (int64_t t = 0; t < T; t += GROUP) {
+            int64_t count = T - t < GROUP ? T - t : GROUP;
+            for (int64_t tile = first; tile < last; tile++) {
+                int64_t f = tile * TILE;
+                const bf16 *w = weight + f * H, *b = bias ? bias + f : nullptr;
+                const bf16 *x_group = x + t * H;
+                bf16 *y_group = y + t * F + f;
+                switch (F - f) {
+                    case 1: multiply_group<1>(w, x_group, count, H, b, y_group, F); break;
+                    case 2: multiply_group<2>(w, x_group, count, H, b, y_group, F); break;
+                    case 3: multiply_group<3>(w, x_group, count, H, b, y_group, F); break;
+                    default: multiply_group<TILE>(w, x_group, count, H, b, y_group, F);
+                }
+            }
+        }
+    }
+}
+
+extern "C" int firstlight_has_bf16_dot() { return HAS_BF16_DOT; }

@@ -1,0 +1,1 @@
+"""C++ for CPUs, compiled once on the machine that runs it."""

@@ -1,0 +1,147 @@
+"""Compiles the native operators once per machine: one library, found again by a hash of all that it depends on."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from firstlight.kernels.registry_types import Situation, Verdict
+
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+)
+KERNELS = Path(__file__).resolve().parent.parent
+
+
+class NativeBuildError(RuntimeError):
+    """The compiler refused the native operators; choose others by `force={"linear": "reference", ...}`."""
+
+
+def with_native(situation: Situation) -> Verdict:
+    """Bfloat16 on CPUs, where it can be compiled; float32 stays torch's own, which verification relies on."""
+    if situation.device_type != "cpu" or situation.dtype != torch.bfloat16:
+        dtype = str(situation.dtype).removeprefix("torch.")
+        return False, f"made for bfloat16 on cpu, not {dtype} on {situation.device_type}"
+    return available()
+
+
+@cache
+def available() -> Verdict:
+    """Whether native operators can be compiled here: with a C++ compiler, on torch's own OpenMP threads."""
+    if platform.system() != "Linux":
+        return False, f"made for Linux, not {platform.system()}"
+    if _compiler() is None:
+        return False, f"no C++ compiler (looked for {', '.join(COMPILERS)})"
+    if openmp_runtime() is None:
+        return False, "torch has loaded no OpenMP runtime whose threads could be shared"
+    return True, ""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled library, from the user's cache or compiled now (about a second).
+
+    Raises:
+        NativeBuildError: the compiler failed; the message holds its output.
+    """
+    path = _cache_directory() / f"native-{_fingerprint()}.so"
+    if not path.exists():
+        _compile(path)
+    loaded = ctypes.CDLL(str(path))
+    loaded.firstlight_has_bf16_dot.restype = ctypes.c_int
+    return loaded
+
+
+@cache
+def has_bf16_dot() -> bool:
+    """Whether the library was compiled for a CPU with dot products of bfloat16 (AVX512-BF16)."""
+    return bool(library().firstlight_has_bf16_dot())
+
+
+def openmp_runtime() -> Path | None:
+    """The OpenMP library that torch has loaded into this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if found := re.search(r"(/\S*/lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*)$", line):
+            return Path(found[1])
+    return None
+
+
+def _compiler() -> str | None:
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def _target() -> str:
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def _sources() -> list[Path]:
+    return sorted([*KERNELS.glob("*/*.cpp"), *KERNELS.glob("*/*.h")])
+
+
+def _fingerprint() -> str:
+    """A hash of sources, flags, compiler, OpenMP runtime and CPU: another of any of them needs another library."""
+    digest = hashlib.sha256()
+    for path in _sources():
+        digest.update(path.read_bytes())
+    compiler = _compiler()
+    assert compiler is not None
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    cpu = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if re.match(r"(model name|flags|Features)\b", line)
+    ]
+    digest.update("\n".join([version, *FLAGS, _target(), str(openmp_runtime()), *sorted(set(cpu))]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _cache_directory() -> Path:
+    """A directory that only this user writes to; a temporary one where the home directory cannot be written to."""
+    directory = Path.home() / ".cache" / "firstlight"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK):
+            return directory
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="firstlight-"))
+
+
+def _compile(path: Path) -> None:
+    """Compile to a name of our own, then move it into place, so that ranks that start together do no harm."""
+    compiler, runtime = _compiler(), openmp_runtime()
+    assert compiler is not None
+    assert runtime is not None
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        object_file = Path(scratch) / "library.o"
+        source = KERNELS / "native" / "library.cpp"
+        compile_flags = [flag for flag in FLAGS if flag != "-shared"]
+        for command in (
+            [compiler, *compile_flags, _target(), "-c", str(source), "-o", str(object_file)],
+            # Linked without -fopenmp, against the runtime that is loaded: its threads are torch's.
+            [compiler, "-shared", str(object_file), str(runtime), "-o", str(made)],
+        ):
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode != 0:
+                raise NativeBuildError(f"{' '.join(command)}\n{result.stderr}")
+        made.replace(path)
