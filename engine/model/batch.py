@@ -35,7 +35,9 @@ class ForwardBatch:
 
     `cache[i]` holds the tensors that layer i keeps, in the order of its `CacheSpec`, each [pages, heads, page, dim].
     `attention` knows lengths, pages and where each token's entry goes. `logit_rows` picks the rows whose logits are
-    wanted (None: all). `rotary` keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it.
+    wanted (None: all). `rope_lens` are the lengths by which stretched rotary positions choose their frequencies (None:
+    each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow). `rotary`
+    keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it.
     """
 
     token_ids_T: Tensor
@@ -47,4 +49,5 @@ class ForwardBatch:
     logit_rows: Tensor | None = None
     embeddings: tuple[Embedding, ...] = ()
     tap: Tap | None = None
+    rope_lens: tuple[int, ...] | None = None
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)

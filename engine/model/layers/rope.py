@@ -27,7 +27,7 @@ def _angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     positions_T = batch.positions_T.float()
     kind = rope.scaling.kind if rope.scaling else "default"
     if kind in ("dynamic", "longrope"):
-        inv_freq = torch.stack([frequencies(rope, length) for length in batch.attention.kv_lens])
+        inv_freq = torch.stack([frequencies(rope, length) for length in batch.rope_lens or batch.attention.kv_lens])
         repeats = torch.tensor(batch.attention.query_lens)
         angle_TR = positions_T[:, None] * inv_freq.repeat_interleave(repeats, dim=0).to(positions_T.device)
     else:

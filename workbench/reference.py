@@ -1,0 +1,211 @@
+"""The reference implementation, by transformers: what a release's own authors run. The only file that imports it.
+
+Everything is computed in float32 on the CPU from local files; nothing is downloaded and no remote code runs unless
+asked. `run` gives what a golden file holds; `again` the same with every sum split in two, which measures the noise that
+another order of summation makes: the floor under every comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Reference:
+    """A checkpoint loaded whole by transformers, in float32."""
+
+    def __init__(self, model: Any, version: str) -> None:
+        self._model = model
+        self.version = version
+
+    @classmethod
+    def open(cls, directory: str | Path, *, trust_remote_code: bool = False) -> Reference:
+        """Load the checkpoint in `directory`.
+
+        Raises `Refused`: not-available without transformers or for an architecture it does not know, missing-tensor
+        when it would fill a parameter with random numbers (transformers itself reports success then).
+        """
+        transformers = _transformers()
+        with _quiet():
+            try:
+                config = transformers.AutoConfig.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=trust_remote_code
+                )
+                pictures = hasattr(config, "vision_config")
+                kind = transformers.AutoModelForImageTextToText if pictures else transformers.AutoModelForCausalLM
+                model, info = kind.from_pretrained(
+                    directory,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                )
+            except (ValueError, KeyError, OSError) as error:
+                raise _unavailable(directory, str(error).splitlines()[0]) from error
+        _refuse_random(directory, info)
+        return cls(model.eval(), transformers.__version__)
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], generate: int = 0) -> Arrays:
+        """`hidden.0` ... `hidden.L`, `logits`, with pictures `image_features`, and `generate` greedy tokens.
+
+        `inputs` are a golden file's: `input_ids` [batch, tokens], optionally `attention_mask` and picture tensors.
+        """
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        with torch.inference_mode(), _quiet():
+            out = self._model(**tensors, output_hidden_states=True, use_cache=False)
+            found = {f"hidden.{i}": state.float().numpy() for i, state in enumerate(out.hidden_states)}
+            found["logits"] = out.logits.float().numpy()
+            if len(pictures := _pictures(tensors)):
+                found["image_features"] = self._features(pictures)
+            if generate:
+                found["generated"] = self._greedy(tensors, generate)
+        return found
+
+    def again(self, inputs: Mapping[str, NDArray[Any]], forced: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+        """`run` with every matrix product summed in two halves.
+
+        With `forced` (an earlier result) each decoder layer starts from the earlier result's input instead of its
+        predecessor's output: `hidden.i` then holds the noise of one layer alone.
+        """
+        with _SplitSums(), self._teacher(forced):
+            return self.run(inputs)
+
+    @contextlib.contextmanager
+    def _teacher(self, forced: Mapping[str, NDArray[Any]] | None) -> Iterator[None]:
+        hooks = []
+        layers = self._model.get_decoder().layers if forced is not None else ()
+        for index, layer in enumerate(layers):
+            assert forced is not None
+            hook = _replace_input(torch.from_numpy(forced[f"hidden.{index}"]))
+            hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _features(self, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
+        features = self._model.get_image_features(**pictures)
+        features = getattr(features, "pooler_output", features)
+        joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
+        return joined.float().flatten(0, -2).numpy()
+
+    def _greedy(self, tensors: Mapping[str, Tensor], steps: int) -> NDArray[Any]:
+        mask = tensors.get("attention_mask")
+        if mask is not None and bool((mask[:, -1] == 0).any()):  # generation continues from the end: padding goes left
+            tensors = {**tensors, **_left_padded(tensors["input_ids"], mask)}
+        out = self._model.generate(
+            **tensors, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, num_beams=1, use_cache=True
+        )
+        return out[:, tensors["input_ids"].shape[1] :].numpy()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise Refused(
+            fatal(
+                "not-available",
+                "the reference implementation (transformers) is not installed",
+                next="pip install 'firstlight[reference]', or verify against a golden file (--golden)",
+            )
+        ) from error
+    return transformers
+
+
+def _unavailable(directory: str | Path, reason: str) -> Refused:
+    return Refused(
+        fatal(
+            "not-available",
+            f"transformers cannot load this checkpoint: {reason}",
+            file=str(directory),
+            next="verify against a golden file (--golden) made where the reference runs",
+        )
+    )
+
+
+def _refuse_random(directory: str | Path, info: Any) -> None:
+    read: Callable[[str], Any] = info.get if isinstance(info, Mapping) else lambda key: getattr(info, key, None)
+    names = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in read(key) or ())
+    if names:
+        raise Refused(
+            fatal(
+                "missing-tensor",
+                "transformers would fill these parameters with random numbers; it cannot be the reference",
+                file=str(directory),
+                tensors=tuple(names),
+                expected="every parameter of the reference in the checkpoint",
+                found=f"{len(names)} missing or of another shape",
+                next="compare the names with the ledger (firstlight scan); verify against a golden file instead",
+            )
+        )
+
+
+def _pictures(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(("pixel", "image"))}
+
+
+def _left_padded(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    order = torch.argsort(mask, dim=1, stable=True)
+    return {"input_ids": ids.gather(1, order), "attention_mask": mask.gather(1, order)}
+
+
+def _replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (states, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": states}
+
+    return hook
+
+
+class _SplitSums(TorchFunctionMode):
+    """Matrix products as the sum of two halves of the inner dim, as tensor parallelism on two ranks would."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and args[0].shape[-1] > 1:
+            x, weight = args[0], args[1]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            half = x.shape[-1] // 2
+            out = func(x[..., half:], weight[..., half:]) + func(x[..., :half], weight[..., :half])
+            return out if bias is None else out + bias
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) and args[1].dim() > 1:
+            half = args[0].shape[-1] // 2
+            if half:
+                left, right = args[0], args[1]
+                return func(left[..., half:], right[..., half:, :]) + func(left[..., :half], right[..., :half, :])
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No remarks and no progress bars of the library in reports; its settings are put back."""
+    from transformers.utils import logging as theirs
+
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, theirs.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            theirs.enable_progress_bar()
