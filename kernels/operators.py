@@ -36,16 +36,23 @@ def _implementation(operator: str, name: str, supports: object, folder: str | No
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation("rms_norm", "cpu", on_cpu),
     _implementation("rms_norm", "reference", anywhere),
+    _implementation("add_rms_norm", "cpu", on_cpu, folder="rms_norm"),
     _implementation("add_rms_norm", "reference", anywhere, folder="rms_norm"),
+    _implementation("rotary", "cpu", on_cpu),
     _implementation("rotary", "reference", anywhere),
+    _implementation("gated_activation", "cpu", on_cpu),
     _implementation("gated_activation", "reference", anywhere),
     _implementation("write_cache", "reference", anywhere, folder="attention"),
     _implementation("attention", "sdpa", on_cpu),
     _implementation("attention", "reference", anywhere),
     _implementation("router_topk", "reference", anywhere),
+    _implementation("grouped_matmul", "cpu", on_cpu, folder="moe"),
     _implementation("grouped_matmul", "reference", anywhere, folder="moe"),
+    _implementation("moe", "cpu", on_cpu),
     _implementation("moe", "reference", anywhere),
+    _implementation("sample", "cpu", on_cpu),
     _implementation("sample", "reference", anywhere),
     *LINEAR,
 )

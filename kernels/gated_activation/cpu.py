@@ -1,0 +1,16 @@
+"""The gated activation on CPUs: two passes in the dtype of the input, as the models' own code does it.
+
+Legend: T tokens (any number of leading dims), F intermediate width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from firstlight.kernels.gated_activation.reference import ACTIVATIONS
+
+
+def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up, the activation rounded before the product (see the reference for the contract)."""
+    gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+    return ACTIVATIONS[activation](gate_TF).mul_(up_TF)

@@ -1,0 +1,50 @@
+"""Grouped products and the expert layer on CPUs: torch's own product per expert that has rows, in the weights' dtype.
+
+Legend: M rows sorted by expert, T tokens, E experts held here, k chosen experts, H hidden, F output or intermediate
+width.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from firstlight.kernels.gated_activation.cpu import gated_activation
+
+
+def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
+    """Multiply each expert's rows by its own weight (see the reference for the contract)."""
+    out_MF = x_MH.new_zeros(x_MH.shape[0], weight_EFH.shape[1])
+    for expert, (start, end) in enumerate(pairwise(group_start_E1.tolist())):
+        if end > start:
+            out_MF[start:end] = F.linear(x_MH[start:end], weight_EFH[expert])
+    return out_MF
+
+
+def moe(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    gate_up_E2FH: Tensor,
+    down_EHF: Tensor,
+    activation: str = "silu",
+    expert_start: int = 0,
+) -> Tensor:
+    """Sum each token's chosen experts, weighted (see the reference for the contract)."""
+    num_local, top_k = gate_up_E2FH.shape[0], ids_Tk.shape[1]
+    places: dict[int, list[int]] = {}
+    for place, expert in enumerate(ids_Tk.flatten().tolist()):
+        if 0 <= expert - expert_start < num_local:
+            places.setdefault(expert - expert_start, []).append(place)
+    out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+    weights_M = weights_Tk.flatten()
+    for expert, own in sorted(places.items()):
+        place_M = torch.tensor(own)
+        token_M = place_M // top_k
+        rows_MH = x_TH if x_TH.shape[0] == 1 else x_TH[token_M]
+        hidden_MF = gated_activation(F.linear(rows_MH, gate_up_E2FH[expert]), activation)
+        out_TH.index_add_(0, token_M, F.linear(hidden_MF, down_EHF[expert]) * weights_M[place_M, None])
+    return out_TH.to(x_TH.dtype)
