@@ -1,4 +1,4 @@
-"""Exceptions a user can meet, each carrying findings that name the file, what was expected, what was found and what to do."""
+"""Exceptions a user can meet: each carries findings that name the file, expected, found and the next action."""
 
 from __future__ import annotations
 

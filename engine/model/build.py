@@ -1,4 +1,4 @@
-"""The stack that a spec describes, over a rank's weights; its forward reads as prose. Legend: T tokens, R rows, H hidden."""
+"""The stack that a spec describes, over a rank's weights. Legend: T tokens, R rows, H hidden."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class Model:
         self.is_first, self.is_last = start == 0, stop == spec.num_layers
         self._embed = TokenEmbedding(spec, access) if self.is_first else None
         self._vision = VisionTower(spec.vision, access) if spec.vision and self.is_first else None
-        self._layers = [
-            Layer(spec.layers[i], access.into(f"layers.{i}"), f"layers.{i}") for i in range(start, stop)
-        ]
+        self._layers = [Layer(spec.layers[i], access.into(f"layers.{i}"), f"layers.{i}") for i in range(start, stop)]
         self._norm = Norm(spec.final_norm, access.into("norm")) if self.is_last else None
         self._head = Head(spec, access) if self.is_last else None
 
@@ -55,7 +53,7 @@ class Model:
 
     @torch.inference_mode()
     def encode_images(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Picture tensors under the vendor's names -> features [tokens, H] in the order of the pictures; first stage only."""
+        """Picture tensors under the vendor's names -> features [tokens, H] in order; ranks of the first stage only."""
         assert self._vision is not None, "this rank holds no vision tower"
         return self._vision({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
@@ -65,6 +63,12 @@ class Model:
         start, _ = self.layer_range
         x_TH = self._layers[index - start](x_TH.to(self.device, self.dtype), batch, batch.cache[index - start])
         return self._norm(x_TH) if self._norm is not None and index == self.spec.num_layers - 1 else x_TH
+
+    @torch.inference_mode()
+    def run_head(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """The output head alone on given last hidden states [T, H], after the final norm; last stage only."""
+        assert self._head is not None, "this rank holds no output head"
+        return self._head(x_TH.to(self.device, self.dtype), batch)
 
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         assert self._embed is not None
@@ -79,7 +83,8 @@ class Model:
         return batch.comms.pp.receive(empty_TH, batch.comms.pp.index - 1)
 
     def _logits(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
-        assert self._norm is not None and self._head is not None
+        assert self._norm is not None
+        assert self._head is not None
         if batch.logit_rows is not None:
             x_TH = x_TH[batch.logit_rows]
         x_TH = self._norm(x_TH)

@@ -68,7 +68,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
         expert: int | None = None,
         dtype: str | None = None,
     ) -> Param:
-        """A parameter of this block. In the vision tower everything is replicated: it is small and runs once a picture."""
+        """A parameter of this block. The vision tower is replicated: it is small and runs once a picture."""
         return Param(
             name=self.prefix + name,
             shape=shape,
@@ -275,7 +275,10 @@ class MLP(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
-    """How experts are chosen and weighted for a token; see `kernels/router_topk` for the exact order of steps."""
+    """How experts are chosen and weighted for a token; see `kernels/router_topk` for the exact order of steps.
+
+    `float32`: the router's logits are computed in float32 from the weight as stored.
+    """
 
     top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -300,8 +303,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
     shared_gate: bool = False
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        dtype = "F32" if self.router.float32 else None
-        yield scope.param("router.weight", self.num_experts, scope.hidden, role="router", dtype=dtype)
+        yield scope.param("router.weight", self.num_experts, scope.hidden, role="router")
         if self.router.correction_bias:
             yield scope.param("router.correction_bias", self.num_experts, role="router", dtype="F32")
         columns = Shard(0, self.intermediate, unit_name="expert channels")
@@ -338,7 +340,7 @@ FeedForward = MLP | MoE
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """x += post_mixer_norm(mixer(mixer_norm x)); x += post_ffn_norm(ffn(ffn_norm x)); an absent norm is the identity."""
+    """x += post_mixer_norm(mixer(mixer_norm x)); x += post_ffn_norm(ffn(ffn_norm x)); an absent norm is identity."""
 
     mixer: Mixer
     ffn: FeedForward
@@ -437,6 +439,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_softcap: float | None = None
     head_bias: bool = False
     vision: VisionSpec | None = None
+    mtp: tuple[LayerSpec, ...] = ()
     dtype: str = "BF16"
     findings: tuple[Finding, ...] = ()
 
@@ -446,9 +449,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         found: list[Param] = []
         if self.vision is not None:
             found.extend(self.vision.parameters())
-        found.append(
-            scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding", place=(Vocab(0),))
-        )
+        found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding", place=(Vocab(0),)))
         for index, layer in enumerate(self.layers):
             found.extend(layer.parameters(Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden)))
         last = msgspec.structs.replace(scope, layer=LAST_STAGE)
@@ -456,6 +457,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         found.append(last.param("head.weight", self.vocab_size, self.hidden, role="head", place=(Vocab(0),)))
         if self.head_bias:
             found.append(last.param("head.bias", self.vocab_size, role="head", place=(Vocab(0),)))
+        return tuple(found)
+
+    def mtp_parameters(self) -> tuple[Param, ...]:
+        """Parameters of multi-token-prediction layers, stored behind the last layer; they are counted and never loaded.
+
+        Each is a layer with two norms, a projection of [embedding | hidden], a norm and its own copies of embedding
+        and head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        """
+        found: list[Param] = []
+        for index, layer in enumerate(self.mtp, start=self.num_layers):
+            scope = Scope(prefix=f"mtp.{index}.", layer=index, hidden=self.hidden)
+            found.extend(layer.parameters(scope))
+            for name in ("embedding_norm", "hidden_norm", "norm"):
+                found.extend(self.final_norm.parameters(scope.into(name), self.hidden))
+            found.append(scope.param("project.weight", self.hidden, 2 * self.hidden, role="router"))
+            found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding"))
+            found.append(scope.param("head.weight", self.vocab_size, self.hidden, role="head"))
         return tuple(found)
 
     @property

@@ -1,4 +1,4 @@
-"""Collectives per mesh axis: one `Comm` an axis, timed, with a deadline, the same over NCCL, gloo and the fake group."""
+"""Collectives per mesh axis: one `Comm` an axis, timed, with a deadline, over NCCL, gloo and the fake group."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.parallel.mesh import AXES, Mesh
 
 
 class CommFailure(FirstlightError):
-    """A collective did not end within its deadline, or a peer was gone; names axis, operation and the ranks concerned."""
+    """A collective missed its deadline, or a peer was gone; names axis, operation and the ranks concerned."""
 
     def __init__(self, axis: str, operation: str, ranks: tuple[int, ...], reason: str) -> None:
         self.axis, self.operation, self.ranks = axis, operation, ranks
@@ -63,7 +64,7 @@ class Comm:
         """Sum over the ranks, in place; returns the same tensor."""
         if self.size > 1:
             with self._timed("all_reduce", tensor):
-                dist.all_reduce(tensor, group=self._group)  # type: ignore[arg-type]
+                dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -73,24 +74,24 @@ class Comm:
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         with self._timed("all_gather", tensor):
-            dist.all_gather(parts, tensor, group=self._group)  # type: ignore[arg-type]
+            dist.all_gather(parts, tensor, group=self._group)
         return torch.cat(parts, dim=dim)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """`source`'s tensor on every rank, in place; returns the same tensor."""
         if self.size > 1:
             with self._timed("broadcast", tensor):
-                dist.broadcast(tensor, src=self.ranks[source], group=self._group)  # type: ignore[arg-type]
+                dist.broadcast(tensor, src=self.ranks[source], group=self._group)
         return tensor
 
     def send(self, tensor: Tensor, destination: int) -> None:
         with self._timed("send", tensor):
-            dist.send(tensor.contiguous(), dst=self.ranks[destination], group=self._group)  # type: ignore[arg-type]
+            dist.send(tensor.contiguous(), dst=self.ranks[destination], group=self._group)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Fills `tensor` with what `source` sent; returns the same tensor."""
         with self._timed("receive", tensor):
-            dist.recv(tensor, src=self.ranks[source], group=self._group)  # type: ignore[arg-type]
+            dist.recv(tensor, src=self.ranks[source], group=self._group)
         return tensor
 
     def barrier(self) -> None:
@@ -114,13 +115,11 @@ class Comm:
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
             nbytes = tensor.numel() * tensor.element_size()
-            recorder.records.append(
-                CommRecord(self.axis, operation, nbytes, start_s, time.perf_counter() - start_s)
-            )
+            recorder.records.append(CommRecord(self.axis, operation, nbytes, start_s, time.perf_counter() - start_s))
 
 
 def _barrier_device(group: object) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")  # type: ignore[arg-type]
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ class Comms:
         cls,
         mesh: Mesh,
         rank: int,
-        store: dist.Store,
+        store: Store,
         backend: str = "gloo",
         deadline_s: float = 60.0,
     ) -> Comms:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -45,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
-    """All storages of a rank in forward order, the parameters in them, and (with a ledger) the pieces that fill them."""
+    """All storages of a rank in forward order and, with a ledger, the pieces that fill them."""
 
     rank: int
     at: Coordinates
@@ -65,12 +66,20 @@ class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
         return totals
 
 
-def stages(spec: ModelSpec, pp: int) -> tuple[tuple[int, int], ...]:
-    """Pipeline cuts [start, stop) by layer: the largest stage holds as few parameters as possible, none is empty."""
-    assert 1 <= pp <= spec.num_layers
+@lru_cache(maxsize=32)
+def layer_elements(spec: ModelSpec) -> tuple[int, ...]:
+    """Parameters per layer; what stands before the first and behind the last counts with these."""
     weight = [0] * spec.num_layers
     for param in spec.parameters():
         weight[min(max(param.layer, 0), spec.num_layers - 1)] += param.elements
+    return tuple(weight)
+
+
+@lru_cache(maxsize=256)
+def stages(spec: ModelSpec, pp: int) -> tuple[tuple[int, int], ...]:
+    """Pipeline cuts [start, stop) by layer: the largest stage holds as few parameters as possible, none is empty."""
+    assert 1 <= pp <= spec.num_layers
+    weight = layer_elements(spec)
     low, high = max(weight), sum(weight)
     while low < high:
         middle = (low + high) // 2
@@ -83,7 +92,7 @@ def stages(spec: ModelSpec, pp: int) -> tuple[tuple[int, int], ...]:
     return tuple(cuts)
 
 
-def _pack(weight: list[int], limit: int) -> list[tuple[int, int]]:
+def _pack(weight: Sequence[int], limit: int) -> list[tuple[int, int]]:
     cuts, start, load = [], 0, 0
     for index, size in enumerate(weight):
         if load + size > limit and index > start:
@@ -103,7 +112,7 @@ def on_stage(param: Param, cut: tuple[int, int], num_layers: int) -> bool:
 
 
 def rank_pieces(spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None) -> RankPieces:
-    """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding where both are."""
+    """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding if both are."""
     at = mesh.coordinates(rank)
     cut = stages(spec, mesh.pp)[at.pp]
     tied = _is_tied(spec, ledger)

@@ -75,7 +75,7 @@ Placement = Shard | Vocab | Expert  # a parameter without placements is replicat
 
 
 class Local(msgspec.Struct, frozen=True):
-    """A rank's part of a parameter: `bounds` per dimension in global coordinates, `shape` allocated (padding included)."""
+    """A rank's part of a parameter: `bounds` per dim in global coordinates, `shape` allocated (padding included)."""
 
     bounds: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A checkpoint directory: configuration, tensors by name from headers and index, side files, and what is wrong. No torch."""
+"""A checkpoint directory: configuration, tensors by name, side files, and what is wrong with them. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Raw bytes of a tensor, or of a run of it; row-major, little-endian."""
         tensor = self.tensors[name]
         nbytes = tensor.nbytes - offset_bytes if nbytes is None else nbytes
-        assert 0 <= offset_bytes and offset_bytes + nbytes <= tensor.nbytes
+        assert offset_bytes >= 0
+        assert offset_bytes + nbytes <= tensor.nbytes
         with self.path(tensor.file).open("rb") as stream:
             stream.seek(tensor.offset_bytes + offset_bytes)
             return stream.read(nbytes)
@@ -132,9 +133,7 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
             fatal("side-file-invalid", f"{name} is not JSON: {error}", file=name, next=f"fetch {name} again")
         ) from error
     if not isinstance(value, dict):
-        raise Refused(
-            fatal("side-file-invalid", f"{name} is not a JSON object", file=name, found=type(value).__name__)
-        )
+        raise Refused(fatal("side-file-invalid", f"{name} is not a JSON object", file=name, found=type(value).__name__))
     return value
 
 
@@ -176,7 +175,9 @@ def _shards(directory: Path, index: dict[str, str] | None) -> tuple[list[str], l
         by_file: dict[str, list[str]] = defaultdict(list)
         for tensor, file in index.items():
             by_file[file].append(tensor)
-        missing = [_missing(file, tuple(sorted(names))) for file, names in sorted(by_file.items()) if file not in present]
+        missing = [
+            _missing(file, tuple(sorted(names))) for file, names in sorted(by_file.items()) if file not in present
+        ]
         extra = [file for file in present if file not in by_file]
         unlisted = [
             warning(
@@ -232,9 +233,7 @@ def _header(path: Path) -> tuple[Header | None, list[Finding]]:
     return header, list(header.findings)
 
 
-def _merge(
-    tensors: dict[str, TensorInfo], header: Header | None, index: dict[str, str] | None
-) -> Iterable[Finding]:
+def _merge(tensors: dict[str, TensorInfo], header: Header | None, index: dict[str, str] | None) -> Iterable[Finding]:
     """Adds a shard's tensors; of two copies the index decides, and without its word neither is trusted."""
     for tensor in header.tensors if header else ():
         earlier = tensors.get(tensor.name)
@@ -308,7 +307,9 @@ def _other_files(directory: Path) -> Iterable[Finding]:
     names = sorted(p.name for p in directory.iterdir() if p.is_file())
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
-        yield note("unsafe-file", f"pickled files are present and are never read: {', '.join(pickles)}", file=pickles[0])
+        yield note(
+            "unsafe-file", f"pickled files are present and are never read: {', '.join(pickles)}", file=pickles[0]
+        )
     code = [name for name in names if name.endswith(".py")]
     if code:
         yield note("remote-code", f"the checkpoint brings code, which was not run: {', '.join(code)}", file=code[0])

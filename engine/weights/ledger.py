@@ -1,4 +1,4 @@
-"""The two-way account: every tensor of the checkpoint and every parameter of the model, each with where it went or came from.
+"""The two-way account: where every tensor of the checkpoint went, and where every parameter came from.
 
 Less than 100 % on either side means no start. No torch.
 """
@@ -149,7 +149,11 @@ class _Book:
             say(
                 "tied-head" if same else "conflicting-flag",
                 f"tie_word_embeddings is true but the checkpoint brings {head.tensor}, "
-                + ("equal to the embedding" if same else "which differs from the embedding; the head in the file is used"),
+                + (
+                    "equal to the embedding"
+                    if same
+                    else "which differs from the embedding; the head in the file is used"
+                ),
                 file=checkpoint.tensors[head.tensor].file,
                 tensors=(head.tensor, embed.tensor),
                 expected="no head of its own, or tie_word_embeddings false",

@@ -139,7 +139,9 @@ def _cover(checkpoint: Checkpoint, piece: Piece) -> _Run:
 def _is_whole(checkpoint: Checkpoint, piece: Piece, run: _Run) -> bool:
     """Whether the covering run is exactly the region, in order."""
     shape = checkpoint.tensors[piece.tensor].shape
-    below = all(cut == (0, size, 1) for cut, size in zip(piece.region[run.dim + 1 :], shape[run.dim + 1 :], strict=True))
+    below = all(
+        cut == (0, size, 1) for cut, size in zip(piece.region[run.dim + 1 :], shape[run.dim + 1 :], strict=True)
+    )
     return below and not piece.transpose and (not piece.region or piece.region[run.dim][2] == 1)
 
 
@@ -239,5 +241,3 @@ def _copy(checkpoint: Checkpoint, piece: Piece, run: _Run, skipped: int, raw: Te
     if values.dim() > target.dim():
         values = values.reshape(values.shape[values.dim() - target.dim() :])
     target[first : first + values.shape[0]].copy_(values)
-
-

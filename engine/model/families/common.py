@@ -1,4 +1,4 @@
-"""Readings that many families share: rotary positions, attention, feed-forward, whole decoders, and their usual rules."""
+"""Readings that many families share: rotary positions, attention, feed-forward, decoders, and their usual rules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """DeepSeek-V3 and R1, and Kimi K2 (the same architecture): latent attention, sigmoid-routed grouped experts."""
 
+import math
+
+import msgspec
+
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, activation, decoder, experts, mlp, rope
 from firstlight.engine.model.families.family import Family
@@ -9,8 +13,6 @@ from firstlight.engine.model.spec import MLA, MLP, FeedForward, ModelSpec, MoE, 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
     """YaRN's attention temperature, 0.1 m ln(s) + 1 (arXiv 2309.00071, section 3.4)."""
-    import math
-
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -71,38 +73,38 @@ def spec(config: Config) -> ModelSpec:
     def feed_forward(index: int) -> FeedForward:
         return dense if index < first_dense else moe
 
-    return decoder(config, "deepseek_v3", lambda i: mixer, feed_forward)
+    plain = decoder(config, "deepseek_v3", lambda i: mixer, feed_forward)
+    extra = int(config.get("num_nextn_predict_layers", 0))
+    return msgspec.structs.replace(plain, mtp=plain.layers[-1:] * extra)
 
 
 def extra_layers(config: Config) -> tuple[WeightRule, ...]:
     """Multi-token-prediction layers stand behind the last layer; inference does without them."""
     count, first = int(config.get("num_nextn_predict_layers", 0)), config.size("num_hidden_layers")
     return tuple(
-        ignored(f"(model.|)layers.{first + index}.{rest}", "multi-token-prediction layer, not used for inference")
+        ignored(f"(model.|)layers.{first + index}.{{*}}", "multi-token-prediction layer, not used for inference")
         for index in range(count)
-        for rest in ("{*}",)
     )
 
 
 _A = "(model.|)layers.{i}.self_attn."
 _P = "layers.{i}.mixer."
+_MLA_NAMES = {
+    "q_proj": "q",
+    "q_a_proj": "q_a",
+    "q_b_proj": "q_b",
+    "kv_a_proj_with_mqa": "kv_a",
+    "kv_b_proj": "kv_b",
+    "o_proj": "o",
+}
 MLA_RULES = (
-    tuple(
+    *(
         rule(f"{_A}{theirs}.{kind}", f"{_P}{ours}.{kind}")
-        for theirs, ours in (
-            ("q_proj", "q"),
-            ("q_a_proj", "q_a"),
-            ("q_b_proj", "q_b"),
-            ("kv_a_proj_with_mqa", "kv_a"),
-            ("kv_b_proj", "kv_b"),
-            ("o_proj", "o"),
-        )
+        for theirs, ours in _MLA_NAMES.items()
         for kind in ("weight", "bias")
-    )
-    + (
-        rule(_A + "q_a_layernorm.weight", _P + "q_a_norm.weight"),
-        rule(_A + "kv_a_layernorm.weight", _P + "kv_a_norm.weight"),
-    )
+    ),
+    rule(_A + "q_a_layernorm.weight", _P + "q_a_norm.weight"),
+    rule(_A + "kv_a_layernorm.weight", _P + "kv_a_norm.weight"),
 )
 SHARED_RULES = tuple(
     rule(f"(model.|)layers.{{i}}.mlp.shared_experts.{part}_proj.weight", f"layers.{{i}}.ffn.shared.{part}.weight")

@@ -20,7 +20,7 @@ def spec(config: Config) -> ModelSpec:
     window, bias = _windows(config), bool(config.get("attention_bias", False))
     feed_forward = mlp(config, activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"))
     config.get("hidden_act")  # superseded by hidden_activation
-    config.get("use_bidirectional_attention") and config.unsupported("use_bidirectional_attention", True, "false")
+    config.only("use_bidirectional_attention", False, default=False)
 
     def attention(index: int) -> Attention:
         return gqa(

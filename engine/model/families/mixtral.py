@@ -18,6 +18,9 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = (
-    TRUNK + ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2") + experts("mlp", "gate_proj", "up_proj", "down_proj")
+    TRUNK
+    + ATTENTION
+    + experts("block_sparse_moe", "w1", "w3", "w2")
+    + experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 FAMILY = Family(name="mixtral", model_types=("mixtral",), spec=spec, rules=RULES)

@@ -2,8 +2,8 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import ATTENTION, DENSE, QK_NORM, TRUNK, decoder, gqa, mlp, rms, rope
-from firstlight.engine.model.families.qwen2 import windows
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.qwen2 import windows
 from firstlight.engine.model.spec import Attention, ModelSpec
 
 
@@ -24,7 +24,9 @@ def attention(config: Config, head_dim: int, window: int | None) -> Attention:
 
 def spec(config: Config) -> ModelSpec:
     window, feed_forward = windows(config), mlp(config)
-    head_dim = int(config.stated("head_dim", absent=128) or config.size("hidden_size") // config.size("num_attention_heads"))
+    head_dim = int(
+        config.stated("head_dim", absent=128) or config.size("hidden_size") // config.size("num_attention_heads")
+    )
     return decoder(config, "qwen3", lambda i: attention(config, head_dim, window[i]), lambda i: feed_forward)
 
 

@@ -12,8 +12,8 @@ from firstlight.engine.model.families.common import (
     head_dim,
     mlp,
 )
-from firstlight.engine.model.families.qwen3 import attention
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.qwen3 import attention
 from firstlight.engine.model.spec import FeedForward, ModelSpec, MoE, Router
 
 
@@ -26,9 +26,7 @@ def spec(config: Config) -> ModelSpec:
         num_experts=num_experts,
         intermediate=config.size("moe_intermediate_size"),
         activation=activation(config),
-        router=Router(
-            top_k=config.size("num_experts_per_tok"), normalize=bool(config.get("norm_topk_prob", False))
-        ),
+        router=Router(top_k=config.size("num_experts_per_tok"), normalize=bool(config.get("norm_topk_prob", False))),
     )
     dense = mlp(config)
 

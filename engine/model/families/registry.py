@@ -14,8 +14,7 @@ from firstlight.engine.findings import fatal, note, warning
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import Matcher, WeightRule, under
-from firstlight.engine.model.spec import Attention, ModelSpec
-
+from firstlight.engine.model.spec import ModelSpec
 
 MODULES = (  # one line a family
     "deepseek_v3",
@@ -72,7 +71,7 @@ class Families(Mapping[str, Family]):
         return self._families[model_type]
 
     def describe(self, raw: Mapping[str, Any]) -> tuple[ModelSpec, Matcher]:
-        """From a raw `config.json` to the spec, with what was odd in the configuration, and the matcher of tensor names."""
+        """The spec of a raw `config.json`, what was odd in it among its findings, and the matcher of tensor names."""
         config = Config(raw)
         family = self.of(config)
         spec = self._spec(family, config)
@@ -87,10 +86,8 @@ class Families(Mapping[str, Family]):
                     next="check that it does not change the mathematics; if it does, the family needs a block for it",
                 )
             )
-        mixers = [layer.mixer for layer in spec.layers]
-        if mixers and all(mixer.rope is None for mixer in mixers if isinstance(mixer, Attention)):
-            if all(getattr(mixer, "rope", None) is None for mixer in mixers):
-                findings.append(note("no-positions", "NoPE: no layer has a positional encoding"))
+        if spec.layers and all(layer.mixer.rope is None for layer in spec.layers):
+            findings.append(note("no-positions", "NoPE: no layer has a positional encoding"))
         spec = msgspec.structs.replace(spec, findings=spec.findings + tuple(findings))
         return spec, Matcher(rules)
 

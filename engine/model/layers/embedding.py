@@ -1,4 +1,4 @@
-"""Vocabulary at both ends: token embedding and output head, cut by rows over tp. Legend: T tokens, H hidden, V vocabulary."""
+"""Token embedding and output head, cut by rows over tp. Legend: T tokens, H hidden, V vocabulary."""
 
 from __future__ import annotations
 

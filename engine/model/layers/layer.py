@@ -23,8 +23,8 @@ class Layer:
     def __init__(self, spec: specs.LayerSpec, weights: Access, name: str) -> None:
         self.spec = spec
         self.name = name
-        self._mixer = MIXERS[type(spec.mixer)](spec.mixer, weights.into("mixer"))  # type: ignore[abstract,arg-type]
-        self._ffn = FEED_FORWARDS[type(spec.ffn)](spec.ffn, weights.into("ffn"))  # type: ignore[abstract,arg-type]
+        self._mixer = MIXERS[type(spec.mixer)](spec.mixer, weights.into("mixer"))
+        self._ffn = FEED_FORWARDS[type(spec.ffn)](spec.ffn, weights.into("ffn"))
         self._mixer_norm = _maybe_norm(spec.mixer_norm, weights.into("mixer_norm"))
         self._ffn_norm = _maybe_norm(spec.ffn_norm, weights.into("ffn_norm"))
         self._post_mixer_norm = _maybe_norm(spec.post_mixer_norm, weights.into("post_mixer_norm"))

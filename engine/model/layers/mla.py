@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.rope import angles
-from firstlight.engine.model.spec import MLA as MLASpec
 
 
 class MLA:
@@ -22,7 +22,7 @@ class MLA:
     the attention, so that every head attends to the one cached latent.
     """
 
-    def __init__(self, spec: MLASpec, weights: Access) -> None:
+    def __init__(self, spec: specs.MLA, weights: Access) -> None:
         self.spec = spec
         self._q = weights.linear("q") if spec.q_lora_rank is None else weights.linear("q_b")
         self._q_a = weights.linear("q_a") if spec.q_lora_rank is not None else None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
-from firstlight.engine.model.spec import MLP as MLPSpec
 from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
 
 class MLP:
     """x [T, H] -> [T, H]; this rank's channels, summed over tp."""
 
-    def __init__(self, spec: MLPSpec, weights: Access) -> None:
+    def __init__(self, spec: specs.MLP, weights: Access) -> None:
         self.spec = spec
         self._in = weights.linear("gate_up" if spec.gated else "up")
         self._down = weights.linear("down", bias=False)

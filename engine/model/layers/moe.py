@@ -1,20 +1,20 @@
-"""Mixture of experts. Legend: T tokens, H hidden, E experts on this rank, F intermediate width on this rank, k chosen."""
+"""Mixture of experts. Legend: T tokens, H hidden, E experts and F intermediate width on this rank, k chosen."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.mlp import MLP
-from firstlight.engine.model.spec import MoE as MoESpec
 
 
 class MoE:
-    """x [T, H] -> [T, H]. Every ep rank sees all tokens and adds its own experts' share; the sum is reduced over ep and tp."""
+    """x [T, H] -> [T, H]. Every ep rank sees all tokens; its own experts' share is summed over ep and tp."""
 
-    def __init__(self, spec: MoESpec, weights: Access) -> None:
+    def __init__(self, spec: specs.MoE, weights: Access) -> None:
         self.spec = spec
         self._router_EH = weights.tensor("router.weight")
         self._correction_bias_E = weights.maybe("router.correction_bias")
@@ -25,7 +25,10 @@ class MoE:
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         spec, router = self.spec, self.spec.router
-        logits_TE = torch.nn.functional.linear(x_TH.to(self._router_EH.dtype), self._router_EH)
+        if router.float32:
+            logits_TE = torch.nn.functional.linear(x_TH.float(), self._router_EH.float())
+        else:
+            logits_TE = torch.nn.functional.linear(x_TH, self._router_EH)
         weights_Tk, ids_Tk = batch.ops.router_topk(
             logits_TE.float(),
             self._correction_bias_E,
@@ -39,9 +42,7 @@ class MoE:
             router.softmax_after,
         )
         first = batch.comms.ep.index * self._gate_up_E2FH.shape[0]
-        out_TH = batch.ops.moe(
-            x_TH, ids_Tk, weights_Tk, self._gate_up_E2FH, self._down_EHF, spec.activation, first
-        )
+        out_TH = batch.ops.moe(x_TH, ids_Tk, weights_Tk, self._gate_up_E2FH, self._down_EHF, spec.activation, first)
         out_TH = batch.comms.ep.all_reduce(out_TH)
         if self._shared is not None:
             shared_TH = self._shared.partial(x_TH, batch)

@@ -82,8 +82,11 @@ class _Layer:
     """One encoder layer: bidirectional attention and an MLP, each behind its norm."""
 
     def __init__(self, spec: LayerSpec, weights: Access) -> None:
-        assert isinstance(spec.mixer, AttentionSpec) and isinstance(spec.ffn, MLP) and not spec.ffn.gated
-        assert spec.mixer_norm is not None and spec.ffn_norm is not None
+        assert isinstance(spec.mixer, AttentionSpec)
+        assert isinstance(spec.ffn, MLP)
+        assert not spec.ffn.gated
+        assert spec.mixer_norm is not None
+        assert spec.ffn_norm is not None
         self._attention = spec.mixer
         self._activation = ACTIVATIONS[spec.ffn.activation]
         self._mixer_norm = Norm(spec.mixer_norm, weights.into("mixer_norm"))

@@ -1,0 +1,95 @@
+"""What a mesh must satisfy for a model: all reasons against it at once, and the sizes that are allowed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.placement import Placement
+
+
+def placements(spec: ModelSpec) -> tuple[Placement, ...]:
+    """Every distinct placement of the model's parameters."""
+    return tuple(dict.fromkeys(place for param in spec.parameters() for place in param.placements))
+
+
+def allowed(
+    spec: ModelSpec, axis: str, limit: int = 1024, places: tuple[Placement, ...] | None = None
+) -> tuple[int, ...]:
+    """Sizes of `axis` up to `limit` that every placement of the model can be cut for."""
+    if axis == "dp":
+        return tuple(range(1, limit + 1))
+    if axis == "pp":
+        return tuple(range(1, min(limit, spec.num_layers) + 1))
+    mine = [place for place in (placements(spec) if places is None else places) if place.axis == axis]
+    if not mine or axis == "sp":
+        return (1,)
+    if all(type(place).__name__ == "Vocab" for place in mine):
+        return (1,)
+    return tuple(size for size in range(1, limit + 1) if all(place.refusal(size) is None for place in mine))
+
+
+def violations(spec: ModelSpec, mesh: Mesh) -> tuple[Finding, ...]:
+    """Why the model cannot be laid out on the mesh; empty when it can."""
+    return tuple(_violations(spec, mesh))
+
+
+def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
+    places = placements(spec)
+    if mesh.sp > 1:
+        yield fatal(
+            "unsupported-axis",
+            "sequence parallelism is not built",
+            expected="sp 1",
+            found=f"sp {mesh.sp}",
+            next="use tp, pp, ep or dp",
+        )
+    if mesh.pp > spec.num_layers:
+        yield fatal(
+            "indivisible",
+            f"{spec.num_layers} layers do not fill {mesh.pp} pipeline stages",
+            expected=f"pp 1 to {spec.num_layers}",
+            found=f"pp {mesh.pp}",
+            next=f"use --pp {spec.num_layers} or less",
+        )
+    for axis in ("tp", "ep"):
+        size = mesh.size(axis)
+        mine = [place for place in places if place.axis == axis]
+        if axis == "ep" and size > 1 and not mine:
+            yield fatal(
+                "unsupported-axis",
+                "expert parallelism needs experts, and this model has none",
+                expected="ep 1",
+                found=f"ep {size}",
+                next="use --tp or --pp",
+            )
+        reasons = dict.fromkeys(reason for place in mine if (reason := place.refusal(size)) is not None)
+        if reasons:
+            sizes = allowed(spec, axis, 256, places)
+            shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
+            yield fatal(
+                "indivisible",
+                f"{axis} {size} is not possible: {'; '.join(reasons)}",
+                expected=f"{axis} in {shown}",
+                found=f"{axis} {size}",
+                next=_way_out(axis, size, sizes, spec),
+            )
+
+
+def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> str:
+    below = max((good for good in sizes if good < size), default=1)
+    above = min((good for good in sizes if good > size), default=None)
+    ways = [f"--{axis} {below}"] + ([f"--{axis} {above}"] if above else [])
+    if size <= spec.num_layers:
+        ways.append(f"--pp {size} instead, by layers")
+    return "use " + ", or ".join(ways)
+
+
+def refuse_impossible(spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises `Refused` with every violation."""
+    found = violations(spec, mesh)
+    if found:
+        raise Refused(found)

@@ -1,0 +1,95 @@
+"""Time and communication of a layout from facts: a roofline to rank layouts by and to stand beside measurements.
+
+Not covered: overlap of compute and communication, kernels' own efficiency beyond one factor, attention's quadratic part
+in prefill, prefix caching. No torch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from firstlight.engine.model.spec import ModelSpec, MoE
+from firstlight.engine.parallel.hardware import Cluster
+from firstlight.engine.parallel.mesh import Mesh
+
+MEMORY_FACTOR = 0.8  # of the data sheet's bandwidth that decode kernels reach; source: data/hardware.json, _empirical
+LATENCY_S = 10e-6  # of one collective; source: data/hardware.json, _empirical
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What one kind of collective moves for one token: bytes sent by a rank, and how often it is called in a step."""
+
+    axis: str
+    operation: str
+    bytes_per_token: int
+    calls_per_step: int
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of `tokens` tokens on one replica; milliseconds, None where the facts lack a figure."""
+
+    phase: str
+    tokens: int
+    memory_ms: float | None
+    compute_ms: float | None
+    communication_ms: float | None
+
+    @property
+    def step_ms(self) -> float | None:
+        if self.memory_ms is None or self.compute_ms is None or self.communication_ms is None:
+            return None
+        return max(self.memory_ms, self.compute_ms) + self.communication_ms
+
+
+def traffic(spec: ModelSpec, mesh: Mesh, element_bytes: int = 2) -> tuple[Traffic, ...]:
+    """The collectives of one step. A ring all-reduce over n ranks sends 2 (n - 1) / n of the message."""
+    rows = []
+    message = spec.hidden * element_bytes
+    layers_per_stage = -(-spec.num_layers // mesh.pp)
+    if mesh.tp > 1:
+        ring = 2 * (mesh.tp - 1) / mesh.tp
+        rows.append(_row("tp", "all_reduce", message * ring, 2 * layers_per_stage))
+        rows.append(_row("tp", "all_gather", spec.vocab_size * element_bytes * (mesh.tp - 1) / mesh.tp, 1))
+    if mesh.ep > 1:
+        ring = 2 * (mesh.ep - 1) / mesh.ep
+        count = sum(isinstance(layer.ffn, MoE) for layer in spec.layers)
+        rows.append(_row("ep", "all_reduce", message * ring, -(-count // mesh.pp)))
+    if mesh.pp > 1:
+        rows.append(_row("pp", "send", message, 1))
+    return tuple(rows)
+
+
+def _row(axis: str, operation: str, message_bytes: float, calls: int) -> Traffic:
+    return Traffic(axis=axis, operation=operation, bytes_per_token=round(message_bytes * calls), calls_per_step=calls)
+
+
+def step_time(
+    spec: ModelSpec, mesh: Mesh, cluster: Cluster, phase: str, tokens: int, active_parameters: int, rank_bytes: int
+) -> StepTime:
+    """The larger of reading a rank's weights and cache once and computing 2 FLOPs a parameter and token, plus traffic.
+
+    Stages of a pipeline work one after another on one step, so their times add up.
+    """
+    device = cluster.device
+    bandwidth, flops = device.memory_bandwidth_Bps, device.bf16_flops
+    ranks = mesh.world_size // mesh.dp
+    link = device.link_Bps if mesh.tp * mesh.ep <= cluster.per_node else device.nic_Bps
+    communication = None
+    rows = traffic(spec, mesh)
+    if not rows:
+        communication = 0.0
+    elif link:
+        calls = sum(row.calls_per_step for row in rows) * mesh.pp
+        moved = sum(row.bytes_per_token for row in rows) * mesh.pp * tokens
+        communication = calls * LATENCY_S + moved / link
+    return StepTime(
+        phase=phase,
+        tokens=tokens,
+        memory_ms=_ms(rank_bytes * mesh.pp / (bandwidth * MEMORY_FACTOR)) if bandwidth else None,
+        compute_ms=_ms(2 * active_parameters * tokens / (flops * ranks / mesh.pp)) if flops else None,
+        communication_ms=_ms(communication) if communication is not None else None,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return seconds * 1000

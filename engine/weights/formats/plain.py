@@ -1,0 +1,21 @@
+"""Weights stored as they are used: one element, one number."""
+
+from __future__ import annotations
+
+import msgspec
+
+from firstlight.engine.model.spec import Param
+from firstlight.engine.weights.header import dtype_bytes
+
+
+class Plain(msgspec.Struct, frozen=True):
+    """Every parameter in `dtype`, but for those the architecture pins."""
+
+    dtype: str
+
+    def nbytes(self, param: Param, shape: tuple[int, ...]) -> int:
+        """Bytes that `shape` of `param` takes in the checkpoint and, unconverted, in memory."""
+        elements = 1
+        for size in shape:
+            elements *= size
+        return dtype_bytes(param.dtype or self.dtype, elements)
