@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.parallel.mesh import AXES, Mesh
@@ -52,7 +52,7 @@ class Comm:
     all ranks pass the same shape and dtype. Failures raise `CommFailure`.
     """
 
-    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, group: object, recorder: Recorder) -> None:
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, group: ProcessGroup | None, recorder: Recorder) -> None:
         self.axis = axis
         self.ranks = ranks
         self.index = index
@@ -118,7 +118,7 @@ class Comm:
             recorder.records.append(CommRecord(self.axis, operation, nbytes, start_s, time.perf_counter() - start_s))
 
 
-def _barrier_device(group: object) -> torch.device:
+def _barrier_device(group: ProcessGroup | None) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
