@@ -8,7 +8,7 @@ from firstlight.engine.serving.request import Arrays, Span
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens of a sequence are chosen; `logprobs` -1: none wanted, else how many of the likeliest tokens as well."""
+    """How tokens of a sequence are chosen; `logprobs` -1: none wanted, else how many of the likeliest as well."""
 
     temperature: float
     top_p: float
@@ -58,7 +58,7 @@ class ReplicaPlan(msgspec.Struct, frozen=True, array_like=True):
         return "decode" if decodes == len(self.chunks) else "mixed" if decodes else "prefill"
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, tag=True):
     """One step of all replicas; every rank gets the same one."""
 
     number: int

@@ -1,0 +1,143 @@
+"""From the plan of a step to the batch that the model computes: tensors, pages and the rows whose logits are wanted.
+
+Legend: T tokens of all sequences flattened, N tokens of a picture, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from firstlight.engine.model.batch import Embedding, ForwardBatch, Tap
+from firstlight.engine.parallel.comm import Comms
+from firstlight.engine.serving.request import Arrays, Span
+from firstlight.engine.serving.steps import Admission, Chunk, Draw
+from firstlight.kernels.attention.meta import AttentionMeta
+from firstlight.kernels.registry import Choice
+
+Encode = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(slots=True)
+class Held:
+    """What a rank keeps of a running sequence; `features_NH` are its pictures, from their first use to their last."""
+
+    pages: tuple[int, ...]
+    draw: Draw
+    images: Arrays
+    image_spans: tuple[Span, ...]
+    features_NH: Tensor | None = field(default=None)
+
+    @classmethod
+    def of(cls, admission: Admission) -> Held:
+        return cls(admission.pages, admission.draw, admission.images, admission.image_spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every batch of a rank shares."""
+
+    cache: tuple[tuple[Tensor, ...], ...]
+    page_size: int
+    comms: Comms
+    ops: Choice
+    device: torch.device
+
+
+def build_batch(
+    chunks: Sequence[Chunk], held: Mapping[int, Held], around: Surroundings, encode: Encode | None
+) -> tuple[ForwardBatch, tuple[Chunk, ...]]:
+    """The batch of these chunks, and the chunks whose next token is to be chosen, in the order of its logits' rows.
+
+    `encode` turns the tensors of a sequence's pictures into features; None on ranks that do not embed tokens.
+    """
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    ends = [chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)]
+    meta = AttentionMeta.build(
+        lengths, ends, [held[chunk.number].pages for chunk in chunks], around.page_size, around.device
+    )
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    chosen: list[Chunk] = []
+    for chunk, end in zip(chunks, ends, strict=True):
+        ids.extend(chunk.tokens)
+        positions.extend(range(chunk.start, end))
+        if chunk.draws >= 0:
+            rows.append(len(ids) - 1)
+            chosen.append(chunk)
+    every_row = len(rows) == len(ids)
+    batch = forward_batch(
+        ids,
+        positions,
+        meta,
+        around,
+        logit_rows=None if every_row else torch.tensor(rows, dtype=torch.int64, device=around.device),
+        embeddings=_embeddings(chunks, held, around.device, encode) if encode is not None else (),
+    )
+    return batch, tuple(chosen)
+
+
+def forward_batch(
+    ids: Sequence[int],
+    positions: Sequence[int],
+    meta: AttentionMeta,
+    around: Surroundings,
+    logit_rows: Tensor | None = None,
+    embeddings: tuple[Embedding, ...] = (),
+    tap: Tap | None = None,
+) -> ForwardBatch:
+    """A batch of flattened tokens."""
+    return ForwardBatch(
+        token_ids_T=torch.tensor(ids, dtype=torch.int64, device=around.device),
+        positions_T=torch.tensor(positions, dtype=torch.int64, device=around.device),
+        attention=meta,
+        cache=around.cache,
+        comms=around.comms,
+        ops=around.ops,
+        logit_rows=logit_rows,
+        embeddings=embeddings,
+        tap=tap,
+    )
+
+
+def tensors_of(images: Arrays, device: torch.device) -> dict[str, Tensor]:
+    """The processor's tensors of some pictures, on the device."""
+    return {name: torch.from_numpy(array.numpy()).to(device) for name, array in images.items()}
+
+
+def place_features(spans: Sequence[Span], start: int, stop: int, offset: int, features_NH: Tensor) -> list[Embedding]:
+    """Rows of picture features that fall on positions [start, stop) of a sequence whose row `start` is row `offset`."""
+    placed = []
+    first = 0  # row of features_NH where the span's features begin
+    for begin, count in spans:
+        low, high = max(begin, start), min(begin + count, stop)
+        if low < high:
+            placed.append(Embedding(offset + low - start, features_NH[first + low - begin : first + high - begin]))
+        first += count
+    return placed
+
+
+def _embeddings(
+    chunks: Sequence[Chunk], held: Mapping[int, Held], device: torch.device, encode: Encode
+) -> tuple[Embedding, ...]:
+    placed: list[Embedding] = []
+    offset = 0
+    for chunk in chunks:
+        sequence = held[chunk.number]
+        if sequence.images and chunk.start < _last(sequence.image_spans):
+            if sequence.features_NH is None:
+                sequence.features_NH = encode(tensors_of(sequence.images, device))
+            stop = chunk.start + len(chunk.tokens)
+            placed += place_features(sequence.image_spans, chunk.start, stop, offset, sequence.features_NH)
+            if stop >= _last(sequence.image_spans):  # the rest of the answer does not need them
+                sequence.features_NH, sequence.images = None, {}
+        offset += len(chunk.tokens)
+    return tuple(placed)
+
+
+def _last(spans: Sequence[Span]) -> int:
+    return max((start + count for start, count in spans), default=0)

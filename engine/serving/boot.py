@@ -1,0 +1,186 @@
+"""How a rank comes up: ledger, weights, model, cache, first token; each a stage that its pulse shows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.model.build import Model
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.spec import MLA, Attention, CacheSpec, ModelSpec, MoE
+from firstlight.engine.parallel.comm import Comms
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.pieces import rank_pieces
+from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token
+from firstlight.engine.serving.health import Pulse
+from firstlight.engine.serving.options import EngineOptions, context_of, limits_of
+from firstlight.engine.serving.scheduler import Limits
+from firstlight.engine.settings import read_settings
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import Ledger, account
+from firstlight.engine.weights.loader import TORCH_DTYPES, LoadProgress, Weights, load
+from firstlight.kernels.registry import Choice, NotSupportedError, choose
+
+CACHE_SHARE = 0.9  # of the device memory that is free once the weights are there
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Everything a rank has once it is up; `load_s` is the time from the first byte to the last weight in place."""
+
+    options: EngineOptions
+    rank: int
+    mesh: Mesh
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    ledger: Ledger
+    weights: Weights
+    model: Model
+    cache: KVCache
+    limits: Limits
+    ops: Choice
+    comms: Comms
+    device: torch.device
+    dtype: str
+    findings: tuple[Finding, ...]
+
+
+def bring_up(
+    options: EngineOptions,
+    comms: Comms,
+    pulse: Pulse,
+    local_rank: int = 0,
+    local_ranks: int = 1,
+) -> Rank:
+    """Brings up this rank in a world that `comms` has joined. Raises `Refused` with what does not fit or is missing."""
+    rank = comms.world.ranks[comms.world.index]
+    device = device_of(options.device, local_rank)
+    settings = read_settings()
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (options.threads or settings.threads) // local_ranks))
+    pulse.enter("ledger")
+    checkpoint = Checkpoint.open(options.checkpoint)
+    checkpoint.refuse_if_broken()
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    ledger = account(checkpoint, spec, matcher)
+    ledger.refuse_if_incomplete()
+    dtype = spec.dtype if options.dtype == "auto" else options.dtype
+    context = context_of(options, spec, device.type)
+    ops = operators_of(options, spec, device, dtype, context, settings.triton_interpret)
+    pulse.enter("load")
+
+    def progress(now: LoadProgress) -> None:
+        pulse.progress(now.bytes_done, now.bytes_total)
+
+    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger)
+    weights = load(checkpoint, pieces, device, options.load_threads, progress)
+    pulse.enter("build")
+    model = Model(spec, weights, ops)
+    pulse.enter("cache")
+    most = most_pages(options, model.cache_specs, device, TORCH_DTYPES[dtype], comms)
+    limits = limits_of(options, context, device.type, most)
+    cache = KVCache(model.cache_specs, limits.num_pages, limits.page_size, options.mesh.tp, TORCH_DTYPES[dtype], device)
+    return Rank(
+        options=options,
+        rank=rank,
+        mesh=options.mesh,
+        checkpoint=checkpoint,
+        spec=spec,
+        ledger=ledger,
+        weights=weights,
+        model=model,
+        cache=cache,
+        limits=limits,
+        ops=ops,
+        comms=comms,
+        device=device,
+        dtype=dtype,
+        findings=(*checkpoint.findings, *spec.findings, *ledger.findings),
+    )
+
+
+def device_of(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank by its number on this machine."""
+    has_cuda = kind != "cpu" and torch.cuda.is_available()
+    if kind == "cpu" or (kind == "auto" and not has_cuda):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if has_cuda else 0
+    if local_rank >= count:
+        raise Refused(
+            fatal(
+                "not-available",
+                f"rank {local_rank} of this machine has no CUDA device",
+                expected=f"at least {local_rank + 1} devices",
+                found=f"{count} devices",
+                next="use a smaller mesh, or --device cpu",
+            )
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def operators_of(
+    options: EngineOptions, spec: ModelSpec, device: torch.device, dtype: str, context: int, interpret: bool
+) -> Choice:
+    """The choice among implementations, made once; a forced one that is not possible is `Refused`."""
+    shapes = shapes_of(spec, options.page_size or (context if device.type == "cpu" else 64))
+    wants_triton = interpret and "triton" in options.operators.values()
+    try:
+        return choose(device, TORCH_DTYPES[dtype], shapes, force=options.operators or None, interpret=wants_triton)
+    except NotSupportedError as error:
+        raise Refused(
+            fatal("usage", str(error), next="run `firstlight doctor` for what this machine can use")
+        ) from None
+
+
+def shapes_of(spec: ModelSpec, page_size: int) -> dict[str, int]:
+    """Sizes of the model that an operator's choice may depend on."""
+    shapes = {"hidden": spec.hidden, "vocabulary": spec.vocab_size, "page_size": page_size}
+    mixer, ffn = spec.layers[0].mixer, spec.layers[-1].ffn
+    shapes["num_heads"] = mixer.num_heads
+    if isinstance(mixer, Attention):
+        shapes |= {"num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim, "value_dim": mixer.head_dim}
+    elif isinstance(mixer, MLA):
+        width = mixer.kv_lora_rank + mixer.rope_dim
+        shapes |= {"num_kv_heads": 1, "head_dim": width, "value_dim": mixer.kv_lora_rank}
+    shapes["intermediate"] = ffn.intermediate
+    if isinstance(ffn, MoE):
+        shapes |= {"num_experts": ffn.num_experts, "top_k": ffn.router.top_k}
+    return shapes
+
+
+def most_pages(
+    options: EngineOptions, specs: tuple[CacheSpec, ...], device: torch.device, dtype: torch.dtype, comms: Comms
+) -> int | None:
+    """Pages that fit the free memory of the rank with the least, so that all ranks agree; None on CPUs."""
+    if device.type == "cpu":
+        return None
+    page_size = options.page_size or 64
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    a_page = cache_bytes_per_token(specs, options.mesh.tp, dtype.itemsize) * page_size
+    mine = int(free_bytes * CACHE_SHARE) // max(1, a_page)
+    return int(comms.control.all_gather(torch.tensor([mine], dtype=torch.int64), 0).min())
+
+
+def ping(comms: Comms, device: torch.device) -> float:
+    """One all-reduce over every axis and the world; seconds. A wrong sum is an error of the network, and said so."""
+    started_s = time.perf_counter()
+    for comm in (comms.tp, comms.sp, comms.ep, comms.pp, comms.dp, comms.world):
+        total = comm.all_reduce(torch.full((4,), float(comm.index + 1), device=device))
+        expected = comm.size * (comm.size + 1) / 2
+        if comm.size > 1 and total.tolist() != [expected] * 4:
+            raise Refused(
+                fatal(
+                    "engine-failed",
+                    f"an all-reduce over axis {comm.axis} gave a wrong sum",
+                    expected=str(expected),
+                    found=str(total.tolist()),
+                    next="check the network between these ranks",
+                )
+            )
+    return time.perf_counter() - started_s

@@ -1,0 +1,186 @@
+"""From what a client sends to requests the scheduler takes: tokenizer, chat template, pictures; read when first needed.
+
+A checkpoint without a tokenizer still serves token ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeGuard
+
+import numpy as np
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.inputs.detokenizer import Detokenizer
+from firstlight.engine.inputs.pictures import Picture, open_picture
+from firstlight.engine.inputs.prepare import Prepared, Processor
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.serving.api import EngineInfo, PictureSource, Prompt
+from firstlight.engine.serving.request import Array, Arrays, Request, SamplingParams, arrays_of
+from firstlight.engine.serving.trace import TraceCommand, check_images, spans_of
+from firstlight.engine.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from firstlight.engine.serving.boot import Rank
+
+
+class Frontend:
+    """The inputs of one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        self.checkpoint = checkpoint
+        self.spec = spec
+
+    @cached_property
+    def processor(self) -> Processor:
+        """Tokenizer, chat template and image processor; raises `Refused` (missing-side-file) without a tokenizer."""
+        return Processor.open(self.checkpoint.directory)
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.json" in self.checkpoint.side_files
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer; from the configuration where there is no tokenizer."""
+        if self.has_tokenizer:
+            return frozenset(self.processor.tokenizer.eos_ids)
+        config = self.checkpoint.config
+        found = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        if found is None:
+            return frozenset()
+        return frozenset(found) if isinstance(found, list) else frozenset((int(found),))
+
+    def request(
+        self,
+        number: int,
+        name: str,
+        prompt: Prompt,
+        pictures: Sequence[PictureSource],
+        params: SamplingParams | None,
+        chat: bool,
+    ) -> Request:
+        """A request for a text, token ids or messages; raises `Refused` with what cannot be used."""
+        arrival_s = time.perf_counter()
+        params = params or SamplingParams()
+        if is_ids(prompt):
+            ids = tuple(int(id_) for id_ in prompt)
+            self._check_ids(ids)
+            return Request(number=number, name=name, prompt_ids=ids, params=params, arrival_s=arrival_s)
+        prepared = self.prepare(prompt, pictures, chat)
+        images = {key: np.asarray(value) for key, value in prepared.tensors.items()}
+        check_images(self.spec, images, sum(count for _, count in prepared.image_spans))
+        return Request(
+            number=number,
+            name=name,
+            prompt_ids=tuple(prepared.input_ids[0].tolist()),
+            params=params,
+            images=arrays_of(images),
+            image_spans=prepared.image_spans,
+            arrival_s=arrival_s,
+        )
+
+    def prepare(self, prompt: Prompt, pictures: Sequence[PictureSource] = (), chat: bool = True) -> Prepared:
+        """The model's input for a text (one user turn if `chat`) or for messages with one image part per picture."""
+        if pictures and self.spec.vision is None:
+            raise Refused(
+                fatal(
+                    "bad-image",
+                    f"{self.checkpoint.name} takes no pictures",
+                    expected="text alone",
+                    found=f"{len(pictures)} pictures",
+                    next="leave the pictures out, or serve a model that sees",
+                )
+            )
+        opened = [picture if isinstance(picture, Picture) else open_picture(picture) for picture in pictures]
+        if isinstance(prompt, str):
+            return self.processor.prepare(prompt, opened, chat)
+        return self.processor.prepare_messages(prompt, opened)  # type: ignore[arg-type]
+
+    def detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self.processor.tokenizer, request.prompt_ids, request.params.stop)
+
+    def bare(self, number: int, ids: Sequence[int], images: Arrays | None = None, steps: int = 1) -> Request:
+        """A greedy request for token ids whose placeholders the images fill, `steps` tokens long whatever comes."""
+        vision = self.spec.vision
+        return Request(
+            number=number,
+            name=f"request-{number}",
+            prompt_ids=tuple(ids),
+            params=SamplingParams(max_new_tokens=steps, ignore_eos=True, seed=0),
+            images=images or {},
+            image_spans=spans_of(ids, vision.image_token_id) if vision is not None and images else (),
+            arrival_s=time.perf_counter(),
+        )
+
+    def blank_picture(self) -> tuple[list[int], Arrays]:
+        """Token ids and tensors of one black picture, for the first image of a start."""
+        vision = self.spec.vision
+        assert vision is not None
+        shape = (1, vision.channels, vision.image_size, vision.image_size)
+        ids = [vision.image_token_id] * vision.tokens_per_image + [0]
+        return ids, {"pixel_values": Array.of(np.zeros(shape, dtype=np.float32))}
+
+    def greedy(self, command: TraceCommand, steps: int, numbers: Iterator[int]) -> tuple[Request, ...]:
+        """One greedy request for each row of a traced batch, with the pictures that belong to it."""
+        ids, mask = command.input_ids.numpy(), command.attention_mask.numpy()
+        vision = self.spec.vision
+        requests = []
+        used = 0
+        for row_ids, row_mask in zip(ids, mask, strict=True):
+            row = [int(id_) for id_ in row_ids[row_mask == 1]]
+            images: Arrays = {}
+            if vision is not None and command.images:
+                count = row.count(vision.image_token_id) // vision.tokens_per_image
+                if count:
+                    images = {name: _rows(array, used, count) for name, array in command.images.items()}
+                used += count
+            requests.append(self.bare(next(numbers), row, images, steps))
+        return tuple(requests)
+
+    def info(self, rank: Rank) -> EngineInfo:
+        """What runs, for reports."""
+        return EngineInfo(
+            model=self.checkpoint.name,
+            checkpoint=self.checkpoint.directory,
+            family=self.spec.family,
+            mesh=rank.mesh,
+            device=str(rank.device),
+            dtype=rank.dtype,
+            max_context=rank.limits.max_context,
+            max_batch=rank.limits.max_batch,
+            page_size=rank.limits.page_size,
+            num_pages=rank.limits.num_pages,
+            vocab_size=self.spec.vocab_size,
+            num_layers=self.spec.num_layers,
+            sees=self.spec.vision is not None,
+            operators=tuple((row.operator, row.implementation, row.chosen, row.reason) for row in rank.ops.report()),
+            findings=rank.findings,
+            load_s=rank.weights.read_s,
+            load_bytes=rank.weights.bytes_read,
+        )
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        wrong = [id_ for id_ in ids if not 0 <= id_ < self.spec.vocab_size]
+        if wrong:
+            raise Refused(
+                fatal(
+                    "bad-request",
+                    "the prompt has token ids that the vocabulary does not",
+                    expected=f"0 to {self.spec.vocab_size - 1}",
+                    found=str(wrong[0]),
+                    next="tokenize with the checkpoint's own tokenizer",
+                )
+            )
+
+
+def is_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is token ids rather than text or messages."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def _rows(array: Array, first: int, count: int) -> Array:
+    return Array.of(array.numpy()[first : first + count])

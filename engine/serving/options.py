@@ -1,0 +1,86 @@
+"""How an engine is to be started, as data that travels to every rank. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.scheduler import Limits
+
+GPU_PAGE_SIZE = 64
+DEFAULT_CONTEXT = {"cpu": 2048, "cuda": 32768}
+DEFAULT_BUDGET = {"cpu": 512, "cuda": 8192}
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `Engine.start` and `Host.start` take; None means: chosen from model and device.
+
+    `device`: auto, cpu or cuda. `dtype`: auto (the checkpoint's), BF16, F16 or F32. `max_context` counts prompt and
+    answer of one sequence, `max_batch` sequences at once per replica, `token_budget` tokens of one step, `num_pages`
+    pages of the cache per replica. `operators` forces implementations by operator. `threads`: CPU threads of all local
+    ranks together. `warm_up` computes one token, and one picture if the model sees, before the engine is ready.
+    """
+
+    checkpoint: str
+    mesh: Mesh = Mesh()
+    device: str = "auto"
+    dtype: str = "auto"
+    max_context: int | None = None
+    max_batch: int = 8
+    token_budget: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    operators: dict[str, str] = msgspec.field(default_factory=dict)
+    threads: int | None = None
+    load_threads: int = 4
+    warm_up: bool = False
+    comm_deadline_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise _bad("device", "auto, cpu or cuda", self.device)
+        if self.dtype not in ("auto", "BF16", "F16", "F32"):
+            raise _bad("dtype", "auto, BF16, F16 or F32", self.dtype)
+        if self.max_batch < 1:
+            raise _bad("max_batch", "at least 1", str(self.max_batch))
+
+
+def context_of(options: EngineOptions, spec: ModelSpec, device_type: str) -> int:
+    """Tokens that one sequence may have; more than the model has positions for is `Refused`."""
+    wanted = options.max_context or min(spec.max_positions, DEFAULT_CONTEXT.get(device_type, 32768))
+    if wanted > spec.max_positions:
+        raise Refused(
+            fatal(
+                "context-too-long",
+                "the model has no positions for so long a context",
+                expected=f"at most {spec.max_positions} tokens",
+                found=f"max_context {wanted}",
+                next="lower max_context",
+            )
+        )
+    return wanted
+
+
+def limits_of(options: EngineOptions, context: int, device_type: str, most_pages: int | None = None) -> Limits:
+    """The scheduler's sizes. On a CPU a sequence has one page for its whole length, so that decode reads no gathers.
+
+    `most_pages` is what the memory of the smallest rank holds; None: enough for `max_batch` sequences of full length.
+    """
+    page_size = options.page_size or (context if device_type == "cpu" else GPU_PAGE_SIZE)
+    wanted = options.num_pages or options.max_batch * -(-context // page_size)
+    budget = options.token_budget or max(DEFAULT_BUDGET.get(device_type, 8192), options.max_batch + 1)
+    return Limits(
+        max_batch=options.max_batch,
+        token_budget=budget,
+        page_size=page_size,
+        num_pages=wanted if most_pages is None else min(wanted, most_pages),
+        max_context=context,
+        replicas=options.mesh.dp,
+    )
+
+
+def _bad(name: str, expected: str, found: str) -> Refused:
+    return Refused(fatal("usage", f"{name} is not possible", expected=expected, found=found, next=f"correct {name}"))

@@ -1,0 +1,382 @@
+"""The engine: requests in, tokens out. `Engine.step` is the whole of serving; everything else feeds or follows it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.comm import Comms
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.api import EngineInfo, Health, PictureSource, Prompt, RankMemory
+from firstlight.engine.serving.boot import bring_up
+from firstlight.engine.serving.control import Control
+from firstlight.engine.serving.frontend import Frontend
+from firstlight.engine.serving.health import Failure, Pulse, Status
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.serving.profile import ProfileCommand, RankProfile
+from firstlight.engine.serving.request import Arrays, Completion, Delta, Request, SamplingParams, TokenLogprob
+from firstlight.engine.serving.scheduler import Scheduler, Step
+from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
+from firstlight.engine.serving.stream import EngineFailed, Listener, Stream, completion_of
+from firstlight.engine.serving.trace import assemble, trace_command
+from firstlight.engine.serving.worker import Command, MemoryCommand, Stop, Tick, Worker
+from firstlight.engine.weights.ledger import Ledger
+
+Result = TypeVar("Result")
+
+
+class Engine:
+    """A model that serves. One thread steps it: the caller of `generate`, or a host's main loop (`run`).
+
+    `submit`, `abort`, `health` and what waits for results may be called from any thread.
+    """
+
+    def __init__(self, worker: Worker, control: Control, pulse: Pulse) -> None:
+        rank = worker.rank
+        self.worker = worker
+        self.pulse = pulse
+        self.frontend = Frontend(rank.checkpoint, rank.spec)
+        self.scheduler = Scheduler(rank.limits, self.frontend.eos_ids)
+        self.status: Status = "starting"
+        self.failure: Failure | None = None
+        self._control = control
+        self._streams: dict[int, Stream] = {}
+        self._numbers = itertools.count(1)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._arrived = threading.Event()
+        self._stepping = threading.RLock()
+        self._is_driven = False  # by `run`; else by whoever waits for a result
+        self._has_to_leave = False
+
+    @classmethod
+    def start(cls, checkpoint: str, mesh: Mesh | None = None, **options: Any) -> Engine:
+        """An engine in this process, on one rank; `options` are those of `EngineOptions`. Raises `Refused`."""
+        settings = EngineOptions(checkpoint=str(checkpoint), mesh=mesh or Mesh(), **options)
+        if settings.mesh.world_size != 1:
+            raise Refused(
+                fatal(
+                    "usage",
+                    "an engine in this process has one rank",
+                    expected="a mesh of one rank",
+                    found=settings.mesh.describe(),
+                    next="start a host for several ranks (Host.start)",
+                )
+            )
+        pulse = Pulse()
+        comms = Comms.alone()
+        engine = cls(Worker(bring_up(settings, comms, pulse), pulse), Control(comms.control), pulse)
+        engine.get_ready(settings.warm_up)
+        return engine
+
+    def get_ready(self, warm_up: bool) -> None:
+        """The last stages of a start: a collective over every axis, one text token, one picture; then ready."""
+        if warm_up:
+            self.pulse.enter("warm-up text")
+            self._first_token([0])
+            vision = self.worker.rank.spec.vision
+            if vision is not None:
+                self.pulse.enter("warm-up image")
+                self._first_token(*self.frontend.blank_picture())
+        self.pulse.enter("ready")
+        self.pulse.at("idle")
+        self.status = "ready"
+
+    # What clients call
+
+    def submit(
+        self,
+        prompt: Prompt,
+        pictures: Sequence[PictureSource] = (),
+        params: SamplingParams | None = None,
+        chat: bool = True,
+        listener: Listener | None = None,
+        name: str | None = None,
+    ) -> Stream:
+        """Queue a request; its deltas come out of the stream, or go to `listener` from the engine's thread.
+
+        Raises `Refused` for what cannot be served: a bad picture, too long a prompt, an engine that drains.
+        """
+        self._refuse_unless_open()
+        number = next(self._numbers)
+        request = self.frontend.request(number, name or f"request-{number}", prompt, pictures, params, chat)
+        return self.submit_request(request, listener, self.frontend.has_tokenizer)
+
+    def submit_request(self, request: Request, listener: Listener | None = None, with_text: bool = True) -> Stream:
+        """Queue a request that is ready to run; `with_text` False gives token ids alone and needs no tokenizer."""
+        self.scheduler.fits(request)
+        if request.params.seed is None:
+            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, params=params)
+        stream = Stream(request, self.frontend.detokenizer(request) if with_text else None, listener)
+
+        def add() -> None:
+            self._streams[request.number] = stream
+            self.scheduler.add(request)
+
+        self._tell(add)
+        if self.failure is not None:  # it failed meanwhile: nobody will look into the inbox again
+            stream.end("error", str(self.failure))
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """End a request whose answer nobody wants any more; its pages are free before the next step."""
+
+        def drop() -> None:
+            if self.scheduler.finish(stream.request.number):
+                self._streams.pop(stream.request.number, None)
+                stream.end("abort")
+
+        self._tell(drop)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        pictures: Sequence[PictureSource] = (),
+        params: SamplingParams | None = None,
+        chat: bool = True,
+    ) -> Iterator[Delta]:
+        """See `EngineLike.generate`. Closing the iterator aborts the request."""
+        stream = self.submit(prompt, pictures, params, chat)
+        return self._read(stream)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        pictures: Sequence[PictureSource] = (),
+        params: SamplingParams | None = None,
+        chat: bool = True,
+    ) -> Completion:
+        """See `EngineLike.complete`."""
+        return completion_of(self.generate(prompt, pictures, params, chat))
+
+    def trace(
+        self,
+        input_ids: np.ndarray,
+        attention_mask: np.ndarray | None = None,
+        tensors: Mapping[str, np.ndarray] | None = None,
+        layers: tuple[int, int] | None = None,
+        inputs: Mapping[str, np.ndarray] | None = None,
+        steps: int = 0,
+        blocks: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """See `EngineLike.trace`."""
+        rank = self.worker.rank
+        command = trace_command(rank.spec, input_ids, attention_mask, tensors, layers, inputs, blocks)
+        greedy = self.frontend.greedy(command, steps, self._numbers) if steps else ()
+        answers = self.call(lambda: self._ask(command))
+        shares = [
+            (rank.mesh.coordinates(index).dp, msgspec.msgpack.decode(answer, type=Arrays))
+            for index, answer in enumerate(answers)
+        ]
+        shown = assemble(command, rank.mesh.dp, shares)
+        if greedy:
+            streams = [self.submit_request(request, with_text=False) for request in greedy]
+            rows = [completion_of(self._read(stream)).tokens for stream in streams]
+            shown["generated"] = np.array(rows, dtype=np.int64)
+        return shown
+
+    def profile(self, prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> tuple[RankProfile, ...]:
+        """Where the time of prefill and decode goes, on every rank."""
+        answers = self.call(lambda: self._ask(ProfileCommand(prompt_tokens, decode_steps, batch)))
+        return tuple(msgspec.msgpack.decode(answer, type=RankProfile) for answer in answers)
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What every rank holds."""
+        answers = self.call(lambda: self._ask(MemoryCommand()))
+        return tuple(msgspec.msgpack.decode(answer, type=RankMemory) for answer in answers)
+
+    def ledger(self) -> Ledger:
+        return self.worker.rank.ledger
+
+    def info(self) -> EngineInfo:
+        return self.frontend.info(self.worker.rank)
+
+    def health(self) -> Health:
+        return Health(
+            status=self.status,
+            stage=self.pulse.stage,
+            stages=tuple(self.pulse.stages),
+            done=self.pulse.done,
+            total=self.pulse.total,
+            failure=self.failure,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+        )
+
+    def drain(self) -> None:
+        """See `EngineLike.drain`."""
+        if self.status == "ready":
+            self.status = "draining"
+        while self._streams or self._inbox:
+            if self._is_driven:
+                time.sleep(0.01)
+            else:
+                with self._stepping:
+                    self.step()
+
+    def close(self) -> None:
+        """Stop: running requests are aborted, the other ranks leave."""
+        if self.status in ("stopped", "failed"):
+            return
+        self.status = "stopped"
+        if self._is_driven:
+            self._has_to_leave = True
+            self._arrived.set()
+            return
+        with self._stepping:
+            self._leave()
+
+    def fail(self, failure: Failure) -> None:
+        """The engine cannot go on: every running request ends with the reason, new ones are refused. Any thread."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self.status = "failed"
+        self.pulse.fail()
+        for stream in list(self._streams.values()):
+            stream.end("error", str(failure))
+        self._arrived.set()
+
+    # What the engine's thread does
+
+    def step(self) -> bool:
+        """Advance every running sequence by one step; False when there is nothing to do."""
+        self._take_in()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        result = self._execute(plan)
+        self._collect(self.scheduler.apply(plan, result), result)
+        return True
+
+    def run(self, tick_s: float = 0.5) -> None:
+        """A host's main loop: step while there is work, tick while there is none, until closed or failed."""
+        self._is_driven = True
+        while not self._has_to_leave and self.failure is None:
+            if not self.step():
+                self._control.tell(_encode(Tick()))
+                if self._arrived.wait(tick_s):
+                    self._arrived.clear()
+        if self.failure is None:
+            self._leave()
+
+    def call(self, action: Callable[[], Result]) -> Result:
+        """Run something between two steps, in the engine's thread; its result or error comes back here."""
+        if not self._is_driven:
+            with self._stepping:
+                self._refuse_unless_open(draining=True)
+                return action()
+        future: Future[Result] = Future()
+
+        def carry_out() -> None:
+            try:
+                future.set_result(action())
+            except FirstlightError as error:
+                future.set_exception(error)
+
+        self._refuse_unless_open(draining=True)
+        self._tell(carry_out)
+        while True:
+            try:
+                return future.result(timeout=0.5)
+            except TimeoutError:
+                if self.failure is not None:
+                    raise EngineFailed(str(self.failure), self.failure) from None
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        for part in plan.replicas:
+            for admission in part.admitted:
+                self._streams[admission.number].started()
+        if not self._control.is_alone:
+            self._control.tell(_encode(plan))
+        return self.worker.execute(plan)
+
+    def _collect(self, steps: Sequence[Step], result: StepResult) -> None:
+        """Hand the new tokens to their streams, and end what a stop string or a fault ended."""
+        sampled = {one.number: one for one in result.sampled}
+        for step in steps:
+            stream = self._streams[step.number]
+            if step.token < 0:
+                self.scheduler.finish(step.number)
+                stream.end("error", "the logits are not finite: the weights or an operator are at fault")
+                del self._streams[step.number]
+                continue
+            finish = stream.push(step.token, _logprob_of(sampled[step.number]), step.finish)
+            if finish is not None:
+                self.scheduler.finish(step.number)
+                del self._streams[step.number]
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._arrived.set()
+
+    def _ask(self, command: Command) -> tuple[bytes, ...]:
+        """Have every rank carry out a command; the answers in the order of ranks."""
+        self._control.tell(_encode(command))
+        return self._control.collect(self.worker.answer(command))
+
+    def _leave(self) -> None:
+        self._take_in()
+        for stream in list(self._streams.values()):
+            self.scheduler.finish(stream.request.number)
+            stream.end("abort")
+        self._streams.clear()
+        self._control.tell(_encode(Stop()))
+        self.status = "stopped"
+
+    def _read(self, stream: Stream) -> Iterator[Delta]:
+        """Deltas of a stream; this thread steps the engine where no host does."""
+        try:
+            while True:
+                delta = stream.read(0.5 if self._is_driven else 0)
+                if delta is None:
+                    if not self._is_driven:
+                        with self._stepping:
+                            self.step()
+                    continue
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            if not stream.is_over:
+                self.abort(stream)
+                if not self._is_driven:
+                    with self._stepping:
+                        self._take_in()
+
+    def _first_token(self, ids: Sequence[int], images: Arrays | None = None) -> None:
+        number = next(self._numbers)
+        request = self.frontend.bare(number, tuple(ids), images or {})
+        completion_of(self._read(self.submit_request(request, with_text=False)))
+
+    def _refuse_unless_open(self, draining: bool = False) -> None:
+        if self.failure is not None:
+            raise EngineFailed(str(self.failure), self.failure)
+        if self.status in ("stopped",) or (self.status == "draining" and not draining):
+            raise Refused(
+                fatal("not-available", f"the engine is {self.status}", next="send the request to another engine")
+            )
+
+
+def _logprob_of(sampled: Sampled) -> TokenLogprob | None:
+    if sampled.logprob is None:
+        return None
+    return TokenLogprob(token=sampled.token, logprob=sampled.logprob, top=sampled.top)
+
+
+_encode = msgspec.msgpack.encode

@@ -1,0 +1,302 @@
+"""A batch through the model with its inner values shown: free running, or layer by layer on given inputs.
+
+Legend: B rows of the batch, T padded length, L tokens of all rows flattened, H hidden, V vocabulary.
+Names are those of golden files: hidden.0 is the decoder's input, hidden.i the output of layer i, the last one after
+the final norm; logits; image_features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.model.batch import Embedding, ForwardBatch
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.serving.batch import Surroundings, forward_batch, place_features, tensors_of
+from firstlight.engine.serving.boot import Rank
+from firstlight.engine.serving.request import Array, Arrays, Span
+from firstlight.kernels.attention.meta import AttentionMeta
+
+
+class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What to run.
+
+    `input_ids` and `attention_mask` [B, T]; `images` under the vendor's names. `inputs` maps hidden.i to the input
+    [B, T, H] of layer i (teacher forcing), empty for a free run. `layers` [first, last) limits what comes back (None:
+    all). `blocks`: also what each layer's mixer adds, as `layers.i.mixer`.
+    """
+
+    input_ids: Array
+    attention_mask: Array
+    images: Arrays = {}
+    inputs: Arrays = {}
+    layers: tuple[int, int] | None = None
+    blocks: bool = False
+
+
+def trace_command(
+    spec: ModelSpec,
+    input_ids: np.ndarray,
+    attention_mask: np.ndarray | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    layers: tuple[int, int] | None = None,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    blocks: bool = False,
+) -> TraceCommand:
+    """Checks everything that could fail on a rank, so that no rank is left waiting; raises `Refused` (bad-golden)."""
+    ids = np.asarray(input_ids)
+    if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise _bad("input_ids", "integers [batch, tokens]", f"{ids.dtype} {list(ids.shape)}")
+    mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
+    if mask.shape != ids.shape:
+        raise _bad("attention_mask", str(list(ids.shape)), str(list(mask.shape)))
+    mask = (mask != 0).astype(np.int64)
+    if not mask.any(axis=1).all():
+        raise _bad("attention_mask", "at least one token in every row", "an empty row")
+    if (np.diff(mask, axis=1) != 0).sum(axis=1).max(initial=0) > 1:
+        raise _bad("attention_mask", "padding on one side of each row", "holes")
+    longest = int(mask.sum(axis=1).max())
+    if longest > spec.max_positions:
+        raise _bad("input_ids", f"at most {spec.max_positions} tokens in a row", str(longest))
+    image_id = spec.vision.image_token_id if spec.vision is not None else None
+    shown = ids[(mask == 1) & (ids != image_id)] if image_id is not None else ids[mask == 1]
+    if shown.size and not 0 <= shown.min() <= shown.max() < spec.vocab_size:
+        raise _bad("input_ids", f"ids below {spec.vocab_size}", f"{shown.min()} to {shown.max()}")
+    images = dict(tensors or {})
+    count = int(((ids == image_id) & (mask == 1)).sum()) if image_id is not None else 0
+    check_images(spec, images, count)
+    for name, value in (inputs or {}).items():
+        index = _index(name)
+        if index is None or index > spec.num_layers or value.shape != (*ids.shape, spec.hidden):
+            raise _bad(
+                name, f"hidden.0 to hidden.{spec.num_layers}, {[*ids.shape, spec.hidden]}", str(list(value.shape))
+            )
+    low, high = layers or (0, spec.num_layers)
+    if not 0 <= low < high <= spec.num_layers:
+        raise _bad("layers", f"a range within 0:{spec.num_layers}", f"{low}:{high}")
+    return TraceCommand(
+        input_ids=Array.of(ids.astype(np.int64)),
+        attention_mask=Array.of(mask),
+        images={name: Array.of(np.asarray(value)) for name, value in images.items()},
+        inputs={name: Array.of(np.asarray(value, dtype=np.float32)) for name, value in (inputs or {}).items()},
+        layers=layers,
+        blocks=blocks,
+    )
+
+
+def check_images(spec: ModelSpec, images: Mapping[str, np.ndarray], placeholders: int) -> None:
+    """Refuses (bad-image) tensors that the tower does not take, or a number of placeholders that they do not fill."""
+    vision = spec.vision
+    if vision is None or not images:
+        if images or placeholders:
+            found = f"{len(images)} picture tensors, {placeholders} placeholder tokens"
+            raise _bad_image("a model that sees and pictures for all placeholders", found)
+        return
+    pixels = images.get("pixel_values")
+    shape = (vision.channels, vision.image_size, vision.image_size)
+    if pixels is None or pixels.ndim != 4 or pixels.shape[1:] != shape:
+        found = "no pixel_values" if pixels is None else f"pixel_values {list(pixels.shape)}"
+        raise _bad_image(f"pixel_values [pictures, {', '.join(map(str, shape))}]", found)
+    wanted = pixels.shape[0] * vision.tokens_per_image
+    if wanted != placeholders:
+        raise _bad_image(f"{wanted} placeholder tokens for {pixels.shape[0]} pictures", str(placeholders))
+
+
+def run_trace(rank: Rank, command: TraceCommand) -> Arrays:
+    """This rank's share of the outcome, float32 [L, ...] over its replica's rows; empty where another has the same."""
+    at = rank.mesh.coordinates(rank.rank)
+    speaks = at.tp == at.ep == at.sp == 0
+    rows = _rows(command)[at.dp :: rank.mesh.dp]
+    shown: dict[str, Tensor] = {}
+    batch = _batch(rank, command, rows, shown) if rows else None
+    if batch is not None and command.inputs:
+        _run_forced(rank, command, rows, batch, shown)
+    elif batch is not None:
+        logits = rank.model.forward(batch)
+        if logits is not None:
+            shown["logits"] = logits
+    if not speaks:
+        return {}
+    return {name: Array.of(value.float().cpu().numpy()) for name, value in shown.items()}
+
+
+def assemble(command: TraceCommand, mesh_dp: int, shares: Sequence[tuple[int, Arrays]]) -> dict[str, np.ndarray]:
+    """Rank 0: the shares of all ranks (with their replica) as padded arrays [B, T, ...]; zeros at padding."""
+    rows = _rows(command)
+    batch, length = command.input_ids.shape
+    merged: dict[str, np.ndarray] = {}
+    for replica, arrays in shares:
+        for name, array in arrays.items():
+            flat = array.numpy()
+            if name == "image_features":
+                merged.setdefault(name, flat)
+                continue
+            padded = merged.setdefault(name, np.zeros((batch, length, flat.shape[-1]), dtype=np.float32))
+            start = 0
+            for row in rows[replica::mesh_dp]:
+                padded[row.index, row.first : row.first + len(row.ids)] = flat[start : start + len(row.ids)]
+                start += len(row.ids)
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of the batch without its padding: `first` is the column of its first token."""
+
+    index: int
+    first: int
+    ids: tuple[int, ...]
+
+
+def _rows(command: TraceCommand) -> list[_Row]:
+    ids, mask = command.input_ids.numpy(), command.attention_mask.numpy()
+    return [
+        _Row(index, int(np.argmax(row_mask)), tuple(int(id_) for id_ in row_ids[row_mask == 1]))
+        for index, (row_ids, row_mask) in enumerate(zip(ids, mask, strict=True))
+    ]
+
+
+def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[str, Tensor]) -> ForwardBatch:
+    """A prefill of these rows over a cache of its own, with taps that write into `shown`."""
+    lengths = [len(row.ids) for row in rows]
+    page_size = max(lengths) if rank.device.type == "cpu" else rank.limits.page_size
+    per_row = -(-max(lengths) // page_size)
+    pages = [tuple(range(row * per_row, (row + 1) * per_row)) for row in range(len(rows))]
+    cache = tuple(
+        tuple(tensor.new_zeros((len(rows) * per_row, tensor.shape[1], page_size, tensor.shape[3])) for tensor in layer)
+        for layer in rank.cache.layers
+    )
+    around = Surroundings(cache, page_size, rank.comms, rank.ops, rank.device)
+    return forward_batch(
+        [id_ for row in rows for id_ in row.ids],
+        [position for length in lengths for position in range(length)],
+        AttentionMeta.build(lengths, lengths, pages, page_size, rank.device),
+        around,
+        embeddings=_embeddings(rank, command, rows, shown),
+        tap=_tap(rank, command, shown),
+    )
+
+
+def _embeddings(
+    rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[str, Tensor]
+) -> tuple[Embedding, ...]:
+    """Picture features at the placeholders of these rows; all pictures are encoded, in the order of the whole batch."""
+    vision = rank.spec.vision
+    if vision is None or not command.images or not rank.model.is_first:
+        return ()
+    features_NH = rank.model.encode_images(tensors_of(command.images, rank.device))
+    shown["image_features"] = features_NH
+    before, first = {}, 0
+    for row in _rows(command):
+        before[row.index] = first
+        first += row.ids.count(vision.image_token_id)
+    placed: list[Embedding] = []
+    offset = 0
+    for row in rows:
+        spans = spans_of(row.ids, vision.image_token_id)
+        placed += place_features(spans, 0, len(row.ids), offset, features_NH[before[row.index] :])
+        offset += len(row.ids)
+    return tuple(placed)
+
+
+def spans_of(ids: Sequence[int], image_token_id: int) -> tuple[Span, ...]:
+    """Runs of placeholder tokens: (start, count) each."""
+    spans: list[Span] = []
+    for position, id_ in enumerate(ids):
+        if id_ != image_token_id:
+            continue
+        if spans and sum(spans[-1]) == position:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+        else:
+            spans.append((position, 1))
+    return tuple(spans)
+
+
+class _Tap:
+    """Keeps what the taps show under the names of golden files."""
+
+    def __init__(self, num_layers: int, layers: tuple[int, int], blocks: bool, shown: dict[str, Tensor]) -> None:
+        self._num_layers = num_layers
+        self._layers = layers
+        self._blocks = blocks
+        self._shown = shown
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        kind, _, rest = name.partition(".")
+        low, high = self._layers
+        if kind == "embed" and low == 0:
+            self._keep("hidden.0", value)
+        elif kind == "norm" and high == self._num_layers:
+            self._keep(f"hidden.{self._num_layers}", value)
+        elif kind == "layers":
+            index = int(rest.partition(".")[0])
+            if not rest.isdecimal():
+                if self._blocks and low <= index < high:
+                    self._keep(name, value)
+            elif index + 1 < self._num_layers and low <= index + 1 <= high:
+                self._keep(f"hidden.{index + 1}", value)
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        self._shown[name] = value.to(torch.float32, copy=True)
+
+
+def _tap(rank: Rank, command: TraceCommand, shown: dict[str, Tensor]) -> _Tap:
+    layers = command.layers or (0, rank.spec.num_layers)
+    return _Tap(rank.spec.num_layers, layers, command.blocks, shown)
+
+
+def _run_forced(
+    rank: Rank, command: TraceCommand, rows: Sequence[_Row], batch: ForwardBatch, shown: dict[str, Tensor]
+) -> None:
+    """Each layer held here on its own given input; the head on the given last hidden state."""
+    low, high = command.layers or (0, rank.spec.num_layers)
+    forced: dict[str, Tensor] = {}
+    for index in range(max(low, rank.model.layer_range[0]), min(high, rank.model.layer_range[1])):
+        given = command.inputs.get(f"hidden.{index}")
+        if given is not None:
+            output = rank.model.run_layer(index, _flatten(given, rows, rank), batch)
+            forced[f"hidden.{index + 1}"] = output
+    last = command.inputs.get(f"hidden.{rank.spec.num_layers}")
+    if last is not None and rank.model.is_last and high == rank.spec.num_layers:
+        forced["logits"] = rank.model.run_head(_flatten(last, rows, rank), batch)
+    blocks = {name: value for name, value in shown.items() if name.startswith("layers.")}
+    features = {name: value for name, value in shown.items() if name == "image_features"}
+    shown.clear()
+    shown.update(blocks | features | forced)
+
+
+def _flatten(given: Array, rows: Sequence[_Row], rank: Rank) -> Tensor:
+    padded = given.numpy()
+    flat = np.concatenate([padded[row.index, row.first : row.first + len(row.ids)] for row in rows])
+    return torch.from_numpy(flat).to(rank.device)
+
+
+def _index(name: str) -> int | None:
+    kind, _, number = name.partition(".")
+    return int(number) if kind == "hidden" and number.isdecimal() else None
+
+
+def _bad(name: str, expected: str, found: str) -> Refused:
+    message = f"{name} cannot be run"
+    return Refused(
+        fatal("bad-golden", message, tensors=(name,), expected=expected, found=found, next=f"correct {name}")
+    )
+
+
+def _bad_image(expected: str, found: str) -> Refused:
+    return Refused(
+        fatal(
+            "bad-image",
+            "the picture tensors do not fit the model or the prompt",
+            expected=expected,
+            found=found,
+            next="preprocess prompt and pictures together with the checkpoint's own processor",
+        )
+    )
