@@ -52,7 +52,9 @@ class Comm:
     all ranks pass the same shape and dtype. Failures raise `CommFailure`.
     """
 
-    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, group: ProcessGroup | None, recorder: Recorder) -> None:
+    def __init__(
+        self, axis: str, ranks: tuple[int, ...], index: int, group: ProcessGroup | None, recorder: Recorder
+    ) -> None:
         self.axis = axis
         self.ranks = ranks
         self.index = index
