@@ -59,7 +59,8 @@ CODES: dict[str, str] = {
     "rank-lost": "a rank died or stopped answering",
     "engine-failed": "the engine did not start or failed",
     "earlier-rung-failed": "a rung of the ladder below failed",
-    "not-available": "a part that this machine does not have",
+    "not-available": "a part that this machine or build does not have",
+    "internal-fault": "a fault of Firstlight itself",
 }
 
 

@@ -1,0 +1,210 @@
+"""Parsing: options that every verb has, a configuration file under them, and refusals that name the nearest word."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.workbench.cli import VERBS, Command, load_command
+
+# Sections of a configuration file, and the option that each of their keys sets.
+SECTIONS: dict[str, dict[str, str]] = {
+    "mesh": {axis: axis for axis in ("tp", "pp", "ep", "sp", "dp")},
+    "cache": {"dtype": "cache_dtype", "page_size": "page_size", "num_pages": "num_pages"},
+    "limits": {
+        "max_context": "max_context",
+        "max_batch": "max_batch",
+        "token_budget": "token_budget",
+        "max_new_tokens": "max_new_tokens",
+        "threads": "threads",
+    },
+}
+NOT_IN_FILES = {"config", "help", "json", "run", "quiet"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are refusals."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.HelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(
+            fatal("usage", f"{self.prog}: {message}", next=f"{self.prog} --help tells what there is")
+        ) from None
+
+    @property
+    def options(self) -> dict[str, argparse.Action]:
+        """Every option by the name of its value."""
+        return {action.dest: action for action in self._actions}
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(self._option_string_actions)
+
+
+def parse(verb: str, command: Command, words: Sequence[str]) -> argparse.Namespace:
+    """The verb's arguments: flags first, then the configuration file, then defaults. Raises `Refused`."""
+    parser = parser_of(verb, command)
+    file = _config_file(words)
+    if file is not None:
+        _take_over(parser, file, read_config(file))
+    parsed, left = parser.parse_known_args(list(words))
+    for word in left:
+        if word.startswith("-") and word != "-":
+            refuse_unknown("option", word.partition("=")[0], parser.flags, f"firstlight {verb} --help lists them")
+    if left:
+        parser.error(f"{left[0]!r} is one argument too many")
+    return parsed
+
+
+def parser_of(verb: str, command: Command) -> Parser:
+    """The verb's parser, with the options that every verb has."""
+    parser = Parser(prog=f"firstlight {verb}", description=VERBS[verb][:1].upper() + VERBS[verb][1:] + ".")
+    command.arguments(parser)
+    common = parser.add_argument_group("for every verb")
+    common.add_argument("--json", metavar="FILE", help="write the report as JSON; - for standard output")
+    common.add_argument("--run", metavar="DIR", help="append the report to this run directory")
+    common.add_argument("-q", "--quiet", action="store_true", help="print nothing but refusals")
+    common.add_argument("--config", metavar="FILE", help="YAML with values of these options; flags win")
+    common.add_argument(
+        "--force", action="store_true", help="go on above a rung that did not pass; the record shows it"
+    )
+    return parser
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A configuration file as option -> value; unknown keys are refused with the nearest name."""
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refused(
+            fatal(
+                "not-found",
+                f"{path} cannot be read: {error.strerror}",
+                file=path,
+                expected="a YAML file",
+                found=error.strerror or str(error),
+                next="name another --config file",
+            )
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Refused(
+            fatal("usage", f"{path} is not YAML: {' '.join(str(error).split())}", file=path, next="correct the file")
+        ) from error
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise Refused(
+            fatal("usage", f"{path} holds no settings", file=path, expected="key: value", found=type(raw).__name__)
+        )
+    return dict(_flatten(path, raw))
+
+
+def refuse_unknown(what: str, word: str, known: Iterable[str], next: str, file: str | None = None) -> NoReturn:
+    """Refuses a word that nobody knows, with the nearest ones."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=2, cutoff=0.5)
+    where = f" in {file}" if file else ""
+    raise Refused(
+        fatal(
+            "usage",
+            f"unknown {what} {word!r}{where}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
+            file=file,
+            expected=" or ".join(near) if near else ", ".join(names) if len(names) < 20 else None,
+            found=word,
+            next=next,
+        )
+    )
+
+
+def _config_file(words: Sequence[str]) -> str | None:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    bare = [word for word in words if word not in ("-h", "--help")]
+    if not any(word.partition("=")[0] == "--config" for word in bare) or bare[-1] == "--config":
+        return None  # also `--config` as the last word: the verb's own parser says what is missing
+    file: str | None = first.parse_known_args(bare)[0].config
+    return file
+
+
+def _flatten(path: str, raw: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:
+    known = _known_options()
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        if name in SECTIONS:
+            if not isinstance(value, Mapping):
+                _refuse_value(path, str(key), f"keys {', '.join(SECTIONS[name])}", value)
+            for inner, inner_value in value.items():
+                if str(inner) not in SECTIONS[name]:
+                    refuse_unknown(f"key {key}:", str(inner), SECTIONS[name], f"correct {path}", path)
+                yield SECTIONS[name][str(inner)], inner_value
+        elif name in known:
+            yield name, value
+        else:
+            refuse_unknown("key", str(key), (*SECTIONS, *sorted(known)), f"correct {path}", path)
+
+
+def _known_options() -> set[str]:
+    """Options of all verbs: one file may serve several verbs, each of which takes what it has."""
+    names: set[str] = set()
+    for verb in VERBS:
+        names |= set(parser_of(verb, load_command(verb)).options)
+    return names - NOT_IN_FILES
+
+
+def _take_over(parser: Parser, path: str, values: Mapping[str, Any]) -> None:
+    """Makes the file's values the parser's defaults, checked as flags are."""
+    for name, value in values.items():
+        action = parser.options.get(name)
+        if action is None or value is None:
+            continue
+        parser.set_defaults(**{name: _converted(path, name, action, value)})
+        action.required = False
+
+
+def _converted(path: str, name: str, action: argparse.Action, value: Any) -> Any:
+    if isinstance(action, argparse._StoreTrueAction):
+        if not isinstance(value, bool):
+            _refuse_value(path, name, "true or false", value)
+        return value
+    if action.nargs in ("*", "+") or isinstance(action, argparse._AppendAction):
+        items = value if isinstance(value, list) else [value]
+        return [_one(path, name, action, item) for item in items]
+    return _one(path, name, action, value)
+
+
+def _one(path: str, name: str, action: argparse.Action, value: Any) -> Any:
+    if isinstance(value, Mapping | bool) or (isinstance(value, list) and action.nargs is None):
+        if isinstance(value, list):  # device ids and the like are written with commas as a flag
+            value = ",".join(str(item) for item in value)
+        else:
+            _refuse_value(path, name, "one value", value)
+    convert = action.type if callable(action.type) else str
+    try:
+        converted = convert(str(value))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        _refuse_value(path, name, str(error), value)
+    if action.choices is not None and converted not in action.choices:
+        _refuse_value(path, name, ", ".join(map(str, action.choices)), value)
+    return converted
+
+
+def _refuse_value(path: str, name: str, expected: str, value: Any) -> NoReturn:
+    raise Refused(
+        fatal(
+            "usage",
+            f"{path}: {name} has a value that cannot be used",
+            file=path,
+            expected=expected,
+            found=repr(value),
+            next=f"correct {name} in {path}",
+        )
+    )

@@ -1,0 +1,142 @@
+"""The command line: one verb a call. Only the chosen verb's module is imported, so that help and scan answer at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import argparse
+
+    from firstlight.workbench.report import Report
+    from firstlight.workbench.session import Session
+
+VERBS: dict[str, str] = {
+    "up": "the whole ladder, with a live progress view",
+    "scan": "architecture, tensors, formats, operators, gaps, integrity; reads headers only",
+    "plan": "does it fit, on how many devices, and what decides",
+    "load": "read the weights alone: rate, ledger, memory by role",
+    "generate": "one answer to a prompt and pictures, as it comes",
+    "preprocess": "what goes into the model: token ids and pixel tensors, to a file",
+    "verify": "compare with a golden file or with the reference, layer by layer",
+    "profile": "where the time of a token goes, on every rank",
+    "stress": "many requests at once",
+    "serve": "an engine with the OpenAI routes, until interrupted",
+    "runbook": "execute a notebook on a checkpoint",
+    "export": "a run as one archive, with card.yaml and adaptation.yaml",
+    "dashboard": "look at runs and a live engine in a browser",
+    "lab": "open the notebooks",
+    "doctor": "what this machine has, and which operators would be chosen and why",
+}
+
+EPILOG = (
+    "firstlight VERB --help tells about one verb. Exit status: 0 passed, 1 a check failed, 2 refused, 130 interrupted."
+)
+
+
+class Command(Protocol):
+    """What a module `firstlight.workbench.commands.<verb>` provides."""
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the verb's own options."""
+
+    def run(self, arguments: argparse.Namespace, session: Session) -> Report:
+        """Does it. Raises `Refused`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def overview() -> str:
+    """What `firstlight --help` prints."""
+    width = max(map(len, VERBS))
+    lines = [
+        "usage: firstlight VERB [arguments]",
+        "",
+        "From a directory of weights to verified text and image answers, with the evidence written down.",
+        "",
+        *(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()),
+        "",
+        EPILOG,
+    ]
+    return "\n".join(lines)
+
+
+def _main(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"firstlight {version('firstlight')}")
+        return 0
+    from firstlight.engine.errors import Refused
+    from firstlight.workbench.face import say_refused
+
+    try:
+        return _run_verb(words[0], words[1:])
+    except Refused as refused:  # before the verb's own report could be made
+        say_refused(refused.findings)
+        return 2
+
+
+def _run_verb(verb: str, words: list[str]) -> int:
+    from firstlight.engine.errors import FirstlightError
+    from firstlight.workbench import arguments as parsing
+    from firstlight.workbench.faults import report_of
+    from firstlight.workbench.face import Face
+    from firstlight.workbench.session import Session
+
+    command = load_command(verb)
+    parsed = parsing.parse(verb, command, words)
+    session = Session(Face(parsed.quiet, parsed.json == "-"), force=parsed.force)
+    try:
+        try:
+            session.run = _run_directory(parsed)
+            session.require(verb)
+            report = command.run(parsed, session)
+        except (FirstlightError, OSError, MemoryError) as error:
+            report = report_of(verb, _title(parsed), error)
+        except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one
+            report = report_of(verb, _title(parsed), error, session.run)
+        return session.finish(report, parsed.json).exit_status
+    finally:
+        session.close()
+
+
+def load_command(verb: str) -> Command:
+    """The module of a verb; an unknown one is refused with the nearest name."""
+    if verb not in VERBS:
+        from firstlight.workbench.arguments import refuse_unknown
+
+        refuse_unknown("verb", verb, VERBS, "firstlight --help lists the verbs")
+    module: Any = importlib.import_module(f"firstlight.workbench.commands.{verb}")
+    return module
+
+
+def _run_directory(parsed: argparse.Namespace) -> Any:
+    if parsed.run is None:
+        return None
+    from firstlight.workbench.runs import Run
+
+    return Run.at(parsed.run, _title(parsed), getattr(parsed, "checkpoint", None) or "")
+
+
+def _title(parsed: argparse.Namespace) -> str:
+    """What a report is about: the last part of the checkpoint's path, or nothing."""
+    subject = getattr(parsed, "checkpoint", None) or getattr(parsed, "directory", None) or ""
+    return subject.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,186 @@
+"""Options that several verbs share, and the data they become. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+if TYPE_CHECKING:
+    from firstlight.engine.parallel.mesh import Mesh
+    from firstlight.engine.serving.options import EngineOptions
+    from firstlight.engine.serving.request import SamplingParams
+
+AXES = {
+    "tp": "tensor parallel: heads, feed-forward width and vocabulary divided over N ranks",
+    "pp": "pipeline parallel: layers divided over N stages",
+    "ep": "expert parallel: experts divided over N ranks",
+    "sp": "sequence parallel (not built yet)",
+    "dp": "N replicas, each with its own requests",
+}
+DTYPES = {
+    "auto": "auto",
+    "bf16": "BF16", "bfloat16": "BF16",
+    "f16": "F16", "fp16": "F16", "float16": "F16", "half": "F16",
+    "f32": "F32", "fp32": "F32", "float32": "F32",
+}  # fmt: skip
+BACKEND_DEVICES = {"auto": "auto", "gloo": "cpu", "nccl": "cuda"}
+
+
+def checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of a checkpoint, or its URL")
+
+
+def mesh(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mesh")
+    for axis, text in AXES.items():
+        group.add_argument(f"--{axis}", type=positive, metavar="N", help=text)
+
+
+def engine(parser: argparse.ArgumentParser) -> None:
+    """Everything an engine is started with."""
+    mesh(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--dtype", type=dtype, metavar="D", default="auto", help="auto (the checkpoint's), bf16, f16, f32"
+    )
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
+    group.add_argument("--backend", choices=tuple(BACKEND_DEVICES), default="auto", help="gloo for CPUs, nccl for GPUs")
+    group.add_argument("--device-ids", metavar="I,J", type=device_ids, help="the GPUs to use, by number")
+    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of prompt and answer of one sequence")
+    group.add_argument("--max-batch", type=positive, metavar="N", default=8, help="sequences at once per replica")
+    group.add_argument("--token-budget", type=positive, metavar="N", help="most tokens of one step")
+    group.add_argument("--page-size", type=positive, metavar="N", help="tokens of a page of the cache")
+    group.add_argument("--num-pages", type=positive, metavar="N", help="pages of the cache per replica")
+    group.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all ranks together")
+    group.add_argument(
+        "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
+    )
+
+
+def prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", metavar="TEXT", help="what to ask")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="a picture; may be given several times"
+    )
+
+
+def sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("answer")
+    group.add_argument("--max-new-tokens", type=positive, metavar="N", default=128, help="longest answer (default 128)")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", default=0.0, help="0 takes the likeliest token (default)"
+    )
+    group.add_argument(
+        "--top-p", type=float, metavar="P", default=1.0, help="sample from the likeliest P of probability"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", default=0, help="sample from the K likeliest tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
+    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
+
+
+def mesh_of(arguments: argparse.Namespace) -> Mesh:
+    from firstlight.engine.parallel.mesh import Mesh
+
+    return Mesh(**{axis: getattr(arguments, axis) or 1 for axis in AXES})
+
+
+def has_mesh(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, axis) is not None for axis in AXES)
+
+
+def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
+    """The engine's options as asked for on the command line."""
+    from firstlight.engine.serving.options import EngineOptions
+
+    values = {
+        "checkpoint": arguments.checkpoint,
+        "mesh": mesh_of(arguments),
+        "device": _device(arguments),
+        "dtype": arguments.dtype,
+        "max_context": arguments.max_context,
+        "max_batch": arguments.max_batch,
+        "token_budget": arguments.token_budget,
+        "page_size": arguments.page_size,
+        "num_pages": arguments.num_pages,
+        "threads": arguments.threads,
+        "operators": dict(arguments.operator or ()),
+    }
+    return EngineOptions(**{**values, **changes})
+
+
+def params_of(arguments: argparse.Namespace) -> SamplingParams:
+    from firstlight.engine.serving.request import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+
+
+def _device(arguments: argparse.Namespace) -> str:
+    device: str = arguments.device
+    wanted = BACKEND_DEVICES[arguments.backend]
+    if "auto" not in (device, wanted) and device != wanted:
+        raise Refused(
+            fatal(
+                "usage",
+                f"--backend {arguments.backend} does not go with --device {device}",
+                expected="gloo with cpu, or nccl with cuda",
+                found=f"{arguments.backend} with {device}",
+                next="leave one of the two out",
+            )
+        )
+    return wanted if device == "auto" else device
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def dtype(text: str) -> str:
+    """A dtype by any of its usual names."""
+    if text.lower() not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, bf16, f16, f32")
+    return DTYPES[text.lower()]
+
+
+def device_ids(text: str) -> tuple[int, ...]:
+    """Numbers with commas between."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of device numbers such as 0,1")
+    return tuple(int(part) for part in parts)
+
+
+def operator(text: str) -> tuple[str, str]:
+    """`attention=reference` and the like."""
+    name, sign, implementation = text.partition("=")
+    if not sign or not name or not implementation:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OPERATOR=IMPLEMENTATION")
+    return name, implementation
+
+
+def not_built(verb: str, instead: str) -> Callable[..., Any]:
+    """The `run` of a verb that does nothing yet: it says so."""
+
+    def run(*_: object) -> Any:
+        raise Refused(fatal("not-available", f"{verb} is not built yet", next=instead))
+
+    return run

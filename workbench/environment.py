@@ -1,0 +1,111 @@
+"""Where a report was made: versions, commit, machine, devices. torch is described only where it is already loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("firstlight", "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Everything a reader of a report needs to judge and to repeat it."""
+    return {
+        "command": shlex.join(["firstlight", *sys.argv[1:]]) if _is_command_line() else "",
+        **_machine(),
+        "commit": commit(),
+        "versions": versions(),
+        **_torch(),
+    }
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages whose numerics or formats matter; an absent package is left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def commit() -> str:
+    """The commit of the source tree, `+changes` with uncommitted ones; empty outside a repository."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return ""
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return run.stdout.strip()
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    return {
+        "hostname": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": cpu_model(),
+        "cores": _cores(),
+        "memory_bytes": memory_bytes(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Memory of the machine in bytes, None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _torch() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    described: dict[str, Any] = {"torch_threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        described["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        described["cuda"] = torch.version.cuda
+    return described
+
+
+def _is_command_line() -> bool:
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return name.startswith("firstlight") or name == "__main__.py"

@@ -1,0 +1,53 @@
+"""What went wrong while a verb ran, as a report: refusals, lost ranks, the system's refusals, and faults of our own."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from pathlib import Path
+
+from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.findings import Finding, fatal
+from firstlight.workbench.report import Draft, Report, failure, refusal
+from firstlight.workbench.runs import Run
+
+
+def report_of(verb: str, title: str, error: BaseException, run: Run | None = None) -> Report:
+    """The report of a verb that ended in `error`; a fault of ours leaves its traceback in a file, which is named."""
+    if isinstance(error, Refused):
+        return refusal(verb, title, error)
+    if isinstance(error, RankFailure):
+        return failure(verb, title, error)
+    if isinstance(error, OSError):
+        return refusal(verb, title, Refused(_of_the_system(error)))
+    if isinstance(error, MemoryError):
+        finding = fatal(
+            "does-not-fit", "the memory of this machine was used up", next="use a smaller model or more ranks"
+        )
+        return refusal(verb, title, Refused(finding))
+    draft = Draft(verb, title)
+    draft.find(_of_ours(error, run))
+    return draft.close("failed")
+
+
+def _of_the_system(error: OSError) -> Finding:
+    name = error.filename if isinstance(error.filename, str) else None
+    return fatal(
+        "read-failed" if name else "not-available",
+        f"the system refused: {error.strerror or error}" + (f": {name}" if name else ""),
+        file=name,
+        found=error.strerror or str(error),
+        next="check that the path exists and may be used",
+    )
+
+
+def _of_ours(error: BaseException, run: Run | None) -> Finding:
+    folder = run.directory if run is not None else Path(tempfile.gettempdir())
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix="fault-", suffix=".txt", delete=False) as stream:
+        traceback.print_exception(error, file=stream)
+    return fatal(
+        "internal-fault",
+        f"a fault of Firstlight itself: {type(error).__name__}: {error}",
+        file=stream.name,
+        next=f"report it with the traceback in {stream.name}",
+    )

@@ -1,0 +1,1 @@
+"""Reports as text for a terminal and as HTML for a notebook."""

@@ -1,0 +1,107 @@
+"""A report as HTML for a notebook: everything escaped, styles of its own, readable on light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import Any
+
+from firstlight.workbench.render import words
+from firstlight.workbench.render.terminal import finding_fields
+from firstlight.workbench.report import Report
+
+MOST_ROWS = 200
+
+# Colours hold against white and against black; everything else follows the page.
+STYLE = """
+.firstlight{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;max-width:72rem}
+.firstlight h4{font-size:15px;margin:.4rem 0 .6rem;font-weight:600}
+.firstlight h5{font-size:12px;margin:.9rem 0 .25rem;font-weight:600;opacity:.7;text-transform:none}
+.firstlight table{border-collapse:collapse;margin:0;background:none}
+.firstlight th,.firstlight td{padding:.18rem .9rem .18rem 0;border:0;border-bottom:1px solid rgba(127,127,127,.22);
+text-align:left;vertical-align:top;background:none;color:inherit;white-space:normal;max-width:36rem}
+.firstlight th{font-weight:500;opacity:.7}
+.firstlight td.n,.firstlight th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
+.firstlight .passed{color:#2a8a4a}.firstlight .failed,.firstlight .refused,.firstlight .fatal{color:#d1383d}
+.firstlight .warning{color:#b27a00}.firstlight .skipped,.firstlight .note{color:inherit;opacity:.65}
+.firstlight .quiet{opacity:.7}
+.firstlight .scroll{overflow-x:auto}
+"""
+
+
+def report_html(report: Report) -> str:
+    """The whole report as one element."""
+    return f'<div class="firstlight"><style>{STYLE}</style>{"".join(_parts(report))}</div>'
+
+
+def _parts(report: Report) -> Iterator[str]:
+    when = "" if report.status == "refused" else f' <span class="quiet">in {words.seconds(report.duration_s)}</span>'
+    forced = ' <span class="warning">forced: on top of a rung that did not pass</span>' if report.forced else ""
+    status = f'<span class="{report.status}">{report.status}</span>'
+    yield f"<h4>{escape(report.verb)} · {escape(report.title)} · {status}{when}{forced}</h4>"
+    if report.checks:
+        yield _section("checks", _checks(report))
+    if report.metrics:
+        yield _section("figures", _metrics(report))
+    for name, rows in report.tables.items():
+        if rows:
+            yield _section(name.replace("_", " "), table_html(rows))
+    if report.findings:
+        yield _section("findings", _findings(report))
+
+
+def _section(title: str, body: str) -> str:
+    return f'<h5>{escape(title)}</h5><div class="scroll">{body}</div>'
+
+
+def _rows(rows: Iterable[Iterable[str]]) -> str:
+    return "<table>" + "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows) + "</table>"
+
+
+def _td(text: str, kind: str = "") -> str:
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+
+
+def _checks(report: Report) -> str:
+    rows = []
+    for check in report.checks:
+        value = words.quantity(check.value, check.unit) if check.value is not None else ""
+        limit = f"limit {words.quantity(check.limit, check.unit)}" if check.limit is not None else ""
+        said = "; ".join(filter(None, (limit, check.detail)))
+        status = f'<td><span class="s {check.status}">{check.status}</span></td>'
+        rows.append((status, _td(check.name), _td(value, "n"), _td(said, "quiet")))
+    return _rows(rows)
+
+
+def _metrics(report: Report) -> str:
+    rows = []
+    for name, metric in report.metrics.items():
+        value = words.quantity(metric.value, metric.unit) if metric.value is not None else "not available"
+        kind = "n" if words.is_number(metric.value) else ""
+        rows.append((_td(words.heading(name)), _td(value, kind), _td(metric.detail, "quiet")))
+    return _rows(rows)
+
+
+def table_html(rows: list[dict[str, Any]]) -> str:
+    """Rows by column as a table; long ones are cut, and say so."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    numeric = {column: any(words.is_number(row.get(column)) for row in rows) for column in columns}
+    kinds = {column: "n" if numeric[column] else "" for column in columns}
+    head = "".join(f'<th class="{kinds[c]}">{escape(words.heading(c))}</th>' for c in columns)
+    body = "".join(
+        "<tr>" + "".join(_td(words.cell(c, row.get(c)), kinds[c]) for c in columns) + "</tr>"
+        for row in rows[:MOST_ROWS]
+    )
+    more = f'<div class="quiet">and {len(rows) - MOST_ROWS:,} more rows</div>' if len(rows) > MOST_ROWS else ""
+    return f"<table><tr>{head}</tr>{body}</table>{more}"
+
+
+def _findings(report: Report) -> str:
+    rows = []
+    for finding in report.findings:
+        lines = [escape(f"{finding.code}: {finding.message}")]
+        lines += [f'<span class="quiet">{name}:</span> {escape(value)}' for name, value in finding_fields(finding)]
+        severity = f'<td><span class="s {finding.severity}">{finding.severity}</span></td>'
+        rows.append((severity, f"<td>{'<br>'.join(lines)}</td>"))
+    return _rows(rows)

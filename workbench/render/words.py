@@ -1,0 +1,86 @@
+"""Figures in words, the same for every rendering."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SHOWN = {"B": "", "B/s": "/s"}
+
+
+def quantity(value: Any, unit: str = "") -> str:
+    """A value with its unit: bytes in binary prefixes, large numbers with separators, floats to four digits."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return f"{value} {unit}".strip()
+    if unit in _SHOWN:
+        return in_bytes(value) + _SHOWN[unit]
+    return f"{number(value)} {unit}".strip()
+
+
+def number(value: float) -> str:
+    """A number to read: integers whole, floats to four significant digits."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def in_bytes(count: float) -> str:
+    """Bytes with a binary prefix: 1536 -> 1.50 KiB."""
+    size, index = float(count), 0
+    while abs(size) >= 1024 and index < len(_BINARY) - 1:
+        size, index = size / 1024, index + 1
+    if index == 0:
+        return f"{number(count)} B"
+    return f"{size:.2f} {_BINARY[index]}" if size < 100 else f"{size:.0f} {_BINARY[index]}"
+
+
+def seconds(value: float) -> str:
+    """A duration: 0.034 s, 12.1 s, 3 min 20 s, 2 h 05 min."""
+    if value < 1:
+        return f"{value:.3f} s"
+    if value < 100:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def cell(column: str, value: Any) -> str:
+    """A value of a table; the column's name carries its unit."""
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if column.endswith("_bytes"):
+            return in_bytes(value)
+        return number(value)
+    return quantity(value)
+
+
+def heading(column: str) -> str:
+    """A column's name to read: `weight_bytes` -> `weight`, `step_time_ms` -> `step time (ms)`."""
+    name = column.removesuffix("_bytes") or "bytes"
+    for unit in ("ms", "s", "us", "gib"):
+        if name.endswith(f"_{unit}"):
+            return f"{name[: -len(unit) - 1].replace('_', ' ')} ({unit})"
+    return name.replace("_", " ")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def shorten(names: tuple[str, ...], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

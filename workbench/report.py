@@ -1,0 +1,278 @@
+"""The report of a rung: what was checked, found and measured, as data that goes to a terminal, a notebook and a file."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+
+from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.findings import Finding, fatal
+
+Status = Literal["passed", "failed", "refused"]
+CheckStatus = Literal["passed", "failed", "skipped"]
+Value = bool | int | float | str | None
+EXIT_STATUS: dict[str, int] = {"passed": 0, "failed": 1, "refused": 2}
+INTERRUPTED = 130
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One yes-or-no question with its evidence: the value found and the limit it was held against, in `unit`."""
+
+    name: str
+    status: CheckStatus
+    value: Value = None
+    limit: Value = None
+    unit: str = ""
+    detail: str = ""
+
+
+class Metric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One figure. `value` None: there is none, and `detail` says why; never 0 for "not measured"."""
+
+    value: Value
+    unit: str
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.unit or not _is_number(self.value), "a number needs a unit"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rung found. `tables` hold rows of plain values by column; columns carry their unit in the name.
+
+    `started` is ISO 8601 in UTC. `forced` is set when the rung ran on top of one that failed.
+    """
+
+    title: str
+    verb: str
+    status: Status
+    checks: tuple[Check, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    metrics: dict[str, Metric] = msgspec.field(default_factory=dict)
+    tables: dict[str, list[dict[str, Any]]] = msgspec.field(default_factory=dict)
+    environment: dict[str, Any] = msgspec.field(default_factory=dict)
+    started: str = ""
+    duration_s: float = 0.0
+    forced: bool = False
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT_STATUS[self.status]
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+    def value(self, metric: str) -> Value:
+        """The value of a metric; KeyError names those there are."""
+        if metric not in self.metrics:
+            raise KeyError(f"no metric {metric!r}; there are {', '.join(self.metrics)}")
+        return self.metrics[metric].value
+
+    def to_json(self, indent: int = 2) -> bytes:
+        """JSON without NaN or Infinity literals: those become null, and a check's or metric's `detail` says which."""
+        return msgspec.json.format(msgspec.json.encode(finite(self)), indent=indent) + b"\n"
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the JSON in one step: a reader sees the whole report or none."""
+        return write_atomically(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Report:
+        """A report from its file. Raises `Refused` when it is none."""
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(
+                fatal(
+                    "side-file-invalid",
+                    f"{path} is not a report: {error}",
+                    file=str(path),
+                    expected="a report written by --json or in a run directory",
+                    next="name another file",
+                )
+            ) from error
+
+    def _repr_html_(self) -> str:
+        from firstlight.workbench.render.html import report_html
+
+        return report_html(self)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/html": self._repr_html_(), "text/plain": str(self)}
+
+    def __str__(self) -> str:
+        from firstlight.workbench.render.terminal import report_text
+
+        return report_text(self)
+
+
+class Draft:
+    """A report being written: collects while a rung runs; `close` makes the frozen report.
+
+    The status follows from what was collected: failed with a failed check or a fatal finding, else passed.
+    """
+
+    def __init__(self, verb: str, title: str) -> None:
+        self.verb = verb
+        self.title = title
+        self.checks: list[Check] = []
+        self.findings: list[Finding] = []
+        self.metrics: dict[str, Metric] = {}
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.started = now_iso()
+        self._started_s = time.perf_counter()
+
+    def check(
+        self,
+        name: str,
+        passed: bool | None,
+        *,
+        value: Value = None,
+        limit: Value = None,
+        unit: str = "",
+        detail: str = "",
+    ) -> bool:
+        """Records a check, `None` for one that was skipped (the detail says why); returns whether it did not fail."""
+        status: CheckStatus = "skipped" if passed is None else "passed" if passed else "failed"
+        self.checks.append(Check(name=name, status=status, value=value, limit=limit, unit=unit, detail=detail))
+        return passed is not False
+
+    def metric(self, name: str, value: Value, unit: str, detail: str = "") -> None:
+        self.metrics[name] = Metric(value=value, unit=unit, detail=detail)
+
+    def table(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.tables[name] = [dict(row) for row in rows]
+
+    def find(self, findings: Finding | Iterable[Finding]) -> None:
+        """Adds findings, each once."""
+        for finding in (findings,) if isinstance(findings, Finding) else findings:
+            if finding not in self.findings:
+                self.findings.append(finding)
+
+    def include(self, other: Report, prefix: str = "") -> None:
+        """Takes over checks, findings, metrics and tables of another report, names prefixed."""
+        self.checks += [msgspec.structs.replace(check, name=prefix + check.name) for check in other.checks]
+        self.find(other.findings)
+        self.metrics |= {prefix + name: metric for name, metric in other.metrics.items()}
+        self.tables |= {prefix + name: rows for name, rows in other.tables.items()}
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    def close(self, status: Status | None = None) -> Report:
+        """The report; findings worst first."""
+        from firstlight.workbench.environment import environment
+
+        failed = any(check.status == "failed" for check in self.checks)
+        failed = failed or any(finding.severity == "fatal" for finding in self.findings)
+        order = ("fatal", "warning", "note")
+        return Report(
+            title=self.title,
+            verb=self.verb,
+            status=status or ("failed" if failed else "passed"),
+            checks=tuple(self.checks),
+            findings=tuple(sorted(self.findings, key=lambda finding: order.index(finding.severity))),
+            metrics=dict(self.metrics),
+            tables=dict(self.tables),
+            environment=environment(),
+            started=self.started,
+            duration_s=round(self.elapsed_s, 6),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def refusal(verb: str, title: str, error: Refused) -> Report:
+    """The report of a rung that was refused."""
+    draft = Draft(verb, title)
+    draft.find(error.findings)
+    return draft.close("refused")
+
+
+def failure(verb: str, title: str, error: RankFailure) -> Report:
+    """The report of a rung that lost a rank."""
+    draft = Draft(verb, title)
+    draft.find(
+        fatal(
+            "rank-lost",
+            str(error),
+            expected="every rank alive to the end",
+            found=f"rank {error.rank}, phase {error.phase}",
+            next="look at the log of that rank; start again",
+        )
+    )
+    draft.check("all ranks alive", False, value=f"rank {error.rank} lost", detail=error.phase)
+    return draft.close("failed")
+
+
+def now_iso() -> str:
+    """Now as ISO 8601 in UTC, to the millisecond."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def finite(value: Any) -> Any:
+    """Plain data without NaN and infinities: null in their place, and said in a neighbouring `detail` if there is one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value, builtin_types=(float,))
+    if isinstance(value, Mapping):
+        plain = {str(key): finite(item) for key, item in value.items()}
+        lost = [
+            f"{key} is {item}" for key, item in value.items() if isinstance(item, float) and not math.isfinite(item)
+        ]
+        if lost and "unit" in plain:
+            plain["detail"] = "; ".join(filter(None, (plain.get("detail"), ", ".join(lost))))
+        return plain
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [finite(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy or torch scalar
+        return finite(value.item())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Writes a file beside its place and moves it there. Raises `Refused` when the place cannot be written."""
+    target = Path(path)
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(target)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise Refused(
+            fatal(
+                "not-found",
+                f"{target} cannot be written: {error.strerror}",
+                file=str(target),
+                expected="a folder that exists and may be written",
+                found=error.strerror or str(error),
+                next="name another file",
+            )
+        ) from error
+    return target
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,214 @@
+"""The run directory: one bring-up with its reports, events, traces and what was made of them.
+
+runs/<time>-<model>/  run.json  reports/<nn>-<verb>.json  events.sqlite  traces/  golden/  card.yaml  adaptation.yaml
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.workbench.events import EventReader, EventWriter
+from firstlight.workbench.report import Report, Status, now_iso, write_atomically
+
+LADDER = ("scan", "plan", "load", "start", "infer", "verify", "profile", "stress", "export")
+STANDS_ON = {"generate": "infer", "serve": "start"}
+"""Verbs off the ladder, and the rung whose place they take."""
+
+DEFAULT_ROOT = "runs"
+
+
+class RungRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One report of a run, in brief."""
+
+    number: int
+    verb: str
+    status: Status
+    file: str
+    started: str
+    duration_s: float
+    forced: bool = False
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`. `engine` is how to reach the host that this run started, if it is to be attached to."""
+
+    model: str
+    checkpoint: str
+    created: str
+    command: str
+    rungs: tuple[RungRecord, ...] = ()
+    engine: dict[str, Any] | None = None
+
+
+class Run:
+    """A run directory, open for adding to and for reading."""
+
+    def __init__(self, directory: Path, record: RunRecord) -> None:
+        self.directory = directory
+        self.record = record
+        self._writer: EventWriter | None = None
+
+    @classmethod
+    def create(cls, model: str, checkpoint: str, root: str | os.PathLike[str] = DEFAULT_ROOT) -> Run:
+        """A new directory `<root>/<time>-<model>`."""
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
+        directory, count = Path(root) / f"{stamp}-{name}", 1
+        while directory.exists():
+            count += 1
+            directory = Path(root) / f"{stamp}-{name}-{count}"
+        return cls._new(directory, model, checkpoint)
+
+    @classmethod
+    def at(cls, directory: str | os.PathLike[str], model: str = "", checkpoint: str = "") -> Run:
+        """The run in `directory`, made there if the directory is absent or empty."""
+        path = Path(directory)
+        if (path / "run.json").is_file():
+            return cls.attach(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"{path} is not a run directory",
+                    file=str(path),
+                    expected="a directory with run.json, an empty one, or a new name",
+                    found="a directory of something else" if path.is_dir() else "a file",
+                    next="name another --run directory",
+                )
+            )
+        return cls._new(path, model, checkpoint)
+
+    @classmethod
+    def attach(cls, directory: str | os.PathLike[str]) -> Run:
+        """An existing run. Raises `Refused` when there is none."""
+        path = Path(directory)
+        try:
+            record = msgspec.json.decode((path / "run.json").read_bytes(), type=RunRecord)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"{path} holds no run: {reason}",
+                    file=str(path / "run.json"),
+                    expected="a run directory as `firstlight up` makes it",
+                    found="no run.json" if isinstance(error, FileNotFoundError) else "a run.json of another kind",
+                    next=f"name a directory under {DEFAULT_ROOT}/",
+                )
+            ) from error
+        return cls(path, record)
+
+    @classmethod
+    def _new(cls, directory: Path, model: str, checkpoint: str) -> Run:
+        try:
+            for name in ("reports", "traces", "golden"):
+                (directory / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"{directory} cannot be made: {error.strerror}",
+                    file=str(directory),
+                    expected="a place that may be written",
+                    next="name another --run directory",
+                )
+            ) from error
+        command = shlex.join(["firstlight", *sys.argv[1:]])
+        run = cls(directory, RunRecord(model=model, checkpoint=checkpoint, created=now_iso(), command=command))
+        run._save()
+        return run
+
+    @property
+    def events(self) -> EventWriter:
+        """The writer of this process, started when first used."""
+        if self._writer is None:
+            self._writer = EventWriter(self.directory / "events.sqlite")
+        return self._writer
+
+    def read_events(self) -> EventReader:
+        return EventReader(self.directory / "events.sqlite")
+
+    def add(self, report: Report) -> Path:
+        """Appends a report as `reports/<nn>-<verb>.json` and enters it in run.json."""
+        number = 1 + max((rung.number for rung in self.record.rungs), default=0)
+        path = report.write(self.directory / "reports" / f"{number:02d}-{report.verb}.json")
+        rung = RungRecord(
+            number=number,
+            verb=report.verb,
+            status=report.status,
+            file=f"reports/{path.name}",
+            started=report.started,
+            duration_s=report.duration_s,
+            forced=report.forced,
+        )
+        self.record = msgspec.structs.replace(self.record, rungs=(*self.record.rungs, rung))
+        self._save()
+        return path
+
+    def update(self, **fields: Any) -> None:
+        """Replaces fields of run.json."""
+        self.record = msgspec.structs.replace(self.record, **fields)
+        self._save()
+
+    def reports(self) -> tuple[Report, ...]:
+        """Every report, in order."""
+        return tuple(Report.read(self.directory / rung.file) for rung in self.record.rungs)
+
+    def latest(self, verb: str) -> Report | None:
+        """The last report of a verb."""
+        for rung in reversed(self.record.rungs):
+            if rung.verb == verb:
+                return Report.read(self.directory / rung.file)
+        return None
+
+    def blockers(self, verb: str) -> tuple[RungRecord, ...]:
+        """Rungs below `verb` whose last report is not a pass."""
+        rung = STANDS_ON.get(verb, verb)
+        if rung not in LADDER:
+            return ()
+        last = {record.verb: record for record in self.record.rungs}
+        below = LADDER[: LADDER.index(rung)]
+        return tuple(last[name] for name in below if name in last and last[name].status != "passed")
+
+    def require(self, verb: str, force: bool = False) -> bool:
+        """Refuses to go on top of a rung that did not pass; with `force` returns whether there was one."""
+        blockers = self.blockers(verb)
+        if not blockers or force:
+            return bool(blockers)
+        names = ", ".join(f"{rung.verb} ({rung.status})" for rung in blockers)
+        raise Refused(
+            fatal(
+                "earlier-rung-failed",
+                f"{verb} stands on {names}",
+                file=str(self.directory / blockers[0].file),
+                expected=f"{blockers[0].verb} passed",
+                found=f"{blockers[0].verb} {blockers[0].status}",
+                next=f"mend what {blockers[0].verb} found and run it again, or go on with --force, which the record shows",
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the event writer; the directory stays."""
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _save(self) -> None:
+        data = msgspec.json.format(msgspec.json.encode(self.record), indent=2) + b"\n"
+        write_atomically(self.directory / "run.json", data)
