@@ -6,6 +6,7 @@ Modules are named, not imported, so that a machine without Triton, or a device t
 from __future__ import annotations
 
 from firstlight.kernels.linear.table import LINEAR
+from firstlight.kernels.native.build import with_native
 from firstlight.kernels.registry_types import Implementation, Situation, Verdict
 
 YES: Verdict = (True, "")
@@ -36,17 +37,28 @@ def _implementation(operator: str, name: str, supports: object, folder: str | No
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation("rms_norm", "native", with_native),
     _implementation("rms_norm", "cpu", on_cpu),
+    _implementation("rms_norm", "triton", with_triton),
     _implementation("rms_norm", "reference", anywhere),
+    _implementation("add_rms_norm", "native", with_native, folder="rms_norm"),
     _implementation("add_rms_norm", "cpu", on_cpu, folder="rms_norm"),
+    _implementation("add_rms_norm", "triton", with_triton, folder="rms_norm"),
     _implementation("add_rms_norm", "reference", anywhere, folder="rms_norm"),
+    _implementation("rotary", "native", with_native),
     _implementation("rotary", "cpu", on_cpu),
+    _implementation("rotary", "triton", with_triton),
     _implementation("rotary", "reference", anywhere),
+    _implementation("gated_activation", "native", with_native),
     _implementation("gated_activation", "cpu", on_cpu),
+    _implementation("gated_activation", "triton", with_triton),
     _implementation("gated_activation", "reference", anywhere),
+    _implementation("write_cache", "native", with_native, folder="attention"),
     _implementation("write_cache", "reference", anywhere, folder="attention"),
+    _implementation("attention", "native", with_native),
     _implementation("attention", "sdpa", on_cpu),
     _implementation("attention", "reference", anywhere),
+    _implementation("router_topk", "triton", with_triton),
     _implementation("router_topk", "reference", anywhere),
     _implementation("grouped_matmul", "cpu", on_cpu, folder="moe"),
     _implementation("grouped_matmul", "reference", anywhere, folder="moe"),

@@ -135,12 +135,10 @@ extern "C" void firstlight_linear(
                 const bf16 *w = weight + f * H, *b = bias ? bias + f : nullptr;
                 const bf16 *x_group = x + t * H;
                 bf16 *y_group = y + t * F + f;
-                switch (F - f) {
-                    case 1: multiply_group<1>(w, x_group, count, H, b, y_group, F); break;
-                    case 2: multiply_group<2>(w, x_group, count, H, b, y_group, F); break;
-                    case 3: multiply_group<3>(w, x_group, count, H, b, y_group, F); break;
-                    default: multiply_group<TILE>(w, x_group, count, H, b, y_group, F);
-                }
+                if (F - f >= TILE) multiply_group<TILE>(w, x_group, count, H, b, y_group, F);
+                else
+                    for (int64_t r = 0; r < F - f; r++)
+                        multiply_group<1>(w + r * H, x_group, count, H, b ? b + r : nullptr, y_group + r, F);
             }
         }
     }

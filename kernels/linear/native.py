@@ -5,16 +5,13 @@ Legend: T rows, H input width, F output width.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.kernels.native.build import has_bf16_dot, library
+from firstlight.kernels.native.build import function, has_bf16_dot
 from firstlight.kernels.signatures import PreparedLinear
 
 MANY_ROWS = 32  # from here on arithmetic decides, and without bfloat16 dot products torch's own is faster
@@ -41,7 +38,7 @@ class NativeLinear:
         self._bias_address = None if bias_F is None else bias_F.data_ptr()
         self._out, self._H = weight_FH.shape
         self._many_rows = None if has_bf16_dot() else MANY_ROWS
-        self._function = _function()
+        self._function = function("linear", "ppppllli")
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         if x_TH.dim() != 2 or not x_TH.is_contiguous():
@@ -56,11 +53,3 @@ class NativeLinear:
             T, self._out, H, torch.get_num_threads(),
         )  # fmt: skip
         return y_TF
-
-
-@cache
-def _function() -> Any:
-    function = library().firstlight_linear
-    function.restype = None
-    function.argtypes = (*(ctypes.c_void_p,) * 4, *(ctypes.c_int64,) * 3, ctypes.c_int)
-    return function

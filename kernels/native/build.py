@@ -12,23 +12,16 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from firstlight.kernels.registry_types import Situation, Verdict
 
 COMPILERS = ("g++", "clang++", "c++")
-FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wno-psabi",
-    "-Wno-unknown-pragmas",
-)
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
+_TYPES = MappingProxyType({"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float})
 KERNELS = Path(__file__).resolve().parent.parent
 
 
@@ -69,6 +62,15 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.firstlight_has_bf16_dot.restype = ctypes.c_int
     return loaded
+
+
+@cache
+def function(name: str, arguments: str) -> Any:
+    """A function of the library that returns nothing; `arguments`: p pointer, l int64, i int, f float."""
+    found = library()[f"firstlight_{name}"]
+    found.restype = None
+    found.argtypes = [_TYPES[letter] for letter in arguments]
+    return found
 
 
 @cache
@@ -135,9 +137,8 @@ def _compile(path: Path) -> None:
         made = Path(scratch) / path.name
         object_file = Path(scratch) / "library.o"
         source = KERNELS / "native" / "library.cpp"
-        compile_flags = [flag for flag in FLAGS if flag != "-shared"]
         for command in (
-            [compiler, *compile_flags, _target(), "-c", str(source), "-o", str(object_file)],
+            [compiler, *FLAGS, _target(), "-c", str(source), "-o", str(object_file)],
             # Linked without -fopenmp, against the runtime that is loaded: its threads are torch's.
             [compiler, "-shared", str(object_file), str(runtime), "-o", str(made)],
         ):

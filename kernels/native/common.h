@@ -41,3 +41,24 @@ static FORCE_INLINE void share(int64_t count, int thread, int threads, int64_t *
     *first = count * thread / threads;
     *last = count * (thread + 1) / threads;
 }
+
+// Elements below which the elementwise operators stay on one thread: waking another costs a few microseconds.
+constexpr int64_t ENOUGH = 1 << 15;
+
+// e^x to 2 units in the last place, without a branch, so that loops over it become vector code. NaN stays NaN.
+static FORCE_INLINE float exponential(float x) {
+    float clamped = x < -87.3f ? -87.3f : x > 88.3f ? 88.3f : x;
+    float n = rintf(clamped * 1.44269504088896341f);
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f; // minus n ln 2, in two parts
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.3f ? 0.0f : p * power;
+}
