@@ -11,18 +11,20 @@ from firstlight.engine.findings import Finding, fatal, warning
 # Keys that do not change the forward pass of inference: training, generation, bookkeeping.
 HARMLESS = frozenset(
     """_name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping embd_pdrop
-    encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id hidden_dropout id2label ignore_index initializer_factor
-    initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_router_logits output_scores pad_token_id prefix problem_type projection_dim pruned_heads
-    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    router_aux_loss_coef router_jitter_noise seq_aux aux_loss_alpha sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p use_bfloat16 use_cache pretraining_tp max_position_embeddings unsloth_version
-    _attn_implementation _attn_implementation_autoset attn_implementation image_seq_length quantization_config""".split()  # noqa: SIM905 - a wall of words reads better
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dropout dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id ep_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout
+    id2label ignore_index initializer_factor initializer_range is_decoder is_encoder_decoder label2id
+    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores
+    pad_token_id prefix problem_type projection_dim pruned_heads remove_invalid_values repetition_penalty
+    resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise seq_aux
+    aux_loss_alpha sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16
+    use_cache pretraining_tp max_position_embeddings unsloth_version _attn_implementation
+    _attn_implementation_autoset attn_implementation image_seq_length quantization_config
+    """.split()  # noqa: SIM905 - a wall of words reads better
 )
 
 
