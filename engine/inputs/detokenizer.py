@@ -126,7 +126,7 @@ class _ByteStream:
             self._is_first, self._to_strip = False, 0
         else:  # the whole prompt is that short: its start counts
             tail = b"".join(self._take(id_) for id_ in prompt_ids)
-        self._strip(self._decoder.decode(tail))
+        self._strip(self._decode(tail))
 
     def _bytes(self, id_: int, is_first: bool) -> bytes:
         token = None if id_ in self._skipped else self._tokenizer.token(id_)
@@ -151,7 +151,15 @@ class _ByteStream:
         return text
 
     def push(self, id_: int) -> str:
-        return self._strip(self._decoder.decode(self._take(id_)))
+        return self._strip(self._decode(self._take(id_)))
+
+    def _decode(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        pending = self._decoder.getstate()[0]
+        if pending[:1] == b"\xed" and pending[1:2] >= b"\xa0":
+            # The beginning of a surrogate, which is no character: Python waits for its third byte, in vain.
+            text += self._decoder.decode(b"", final=True)
+        return text
 
     def finish(self) -> str:
         return self._strip(self._decoder.decode(b"", final=True))

@@ -42,17 +42,20 @@ TURNS = {
     8: "ROTATE_90",
 }
 
-# What Pillow's decoders raise on broken files, besides its own UnidentifiedImageError (an OSError).
+# What Pillow's decoders raise on broken files, besides its own UnidentifiedImageError (an OSError); where warnings are
+# errors, their warnings as well.
 _DECODE_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
+    TypeError,
     KeyError,
     IndexError,
     EOFError,
     OverflowError,
     struct.error,
     zlib.error,
+    UserWarning,
 )
 
 
@@ -61,7 +64,7 @@ class PictureLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_file_bytes: int = 64 << 20
     max_pixels: int = 64_000_000
-    formats: tuple[str, ...] = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+    formats: tuple[str, ...] = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF")
 
 
 class PictureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +99,8 @@ def open_picture(source: bytes | str | Path, apply_exif: bool = True, limits: Pi
     """
     limits = limits or PictureLimits()
     data, name = read_source(source, limits.max_file_bytes)
-    image, notes = _open(data, name, limits)
-    return _upright_rgb(image, name, len(data), apply_exif, notes)
+    image, notes, turned_by_decoder = _open(data, name, limits)
+    return _upright_rgb(image, name, len(data), apply_exif, notes, turned_by_decoder)
 
 
 def picture_from_image(image: Image.Image, apply_exif: bool = True, source: str = "image in memory") -> Picture:
@@ -109,8 +112,8 @@ def _refuse(name: str, message: str, **fields: Any) -> NoReturn:
     raise Refused(fatal("bad-image", message, file=name, **fields))
 
 
-def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, list[str]]:
-    """The first frame, decoded, after its header passed the limits; and what only the file tells about it."""
+def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, list[str], int | None]:
+    """The first frame, decoded, after its header passed the limits; remarks, and the orientation the decoder applied."""
     from PIL import Image
 
     try:
@@ -134,8 +137,9 @@ def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, l
             found=f"{width} x {height} = {width * height} pixels",
             next="scale it down",
         )
-    # Pillow forgets how the file stores its values once they are decoded.
+    # Pillow forgets how the file stores its values once they are decoded, and turns TIFF upright of its own accord.
     is_wide = any(";16" in str(tile[3]) for tile in getattr(image, "tile", None) or ()) and "16" not in image.mode
+    orientation = _orientation(image, []) if image.format == "TIFF" else None
     try:
         image.load()
     except _DECODE_ERRORS as error:
@@ -146,7 +150,8 @@ def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, l
             found=f"data that ends or breaks off ({len(data)} bytes)",
             next="fetch or save the picture again",
         )
-    return image, ["16 bits a channel in the file: the upper 8 are used"] if is_wide else []
+    notes = ["16 bits a channel in the file: the upper 8 are used"] if is_wide else []
+    return image, notes, orientation
 
 
 def _describe(data: bytes) -> str:
@@ -155,7 +160,14 @@ def _describe(data: bytes) -> str:
     return f"{len(data)} bytes that start with {data[:8].hex(' ')}"
 
 
-def _upright_rgb(image: Image.Image, name: str, file_bytes: int, apply_exif: bool, notes: list[str]) -> Picture:
+def _upright_rgb(
+    image: Image.Image,
+    name: str,
+    file_bytes: int,
+    apply_exif: bool,
+    notes: list[str],
+    turned_by_decoder: int | None = None,
+) -> Picture:
     is_animated = bool(getattr(image, "is_animated", False))
     if is_animated:
         notes.append("several frames or pages: the first is used")
@@ -163,10 +175,15 @@ def _upright_rgb(image: Image.Image, name: str, file_bytes: int, apply_exif: boo
         notes.append("the embedded ICC profile is not applied")
     orientation = _orientation(image, notes)
     format_, mode, stored_size = image.format or "none", image.mode, image.size
-    is_turned = orientation in TURNS and apply_exif
-    if orientation in TURNS and not apply_exif:
+    turned, is_turned = image, False
+    if turned_by_decoder in TURNS:
+        orientation, is_turned = turned_by_decoder, True
+        stored_size = image.size[::-1] if turned_by_decoder >= 5 else image.size
+        notes.append("the decoder applies the orientation, whatever is asked for")
+    elif orientation in TURNS and apply_exif:
+        turned, is_turned = image.transpose(_turn(orientation)), True
+    elif orientation in TURNS:
         notes.append(f"EXIF orientation {orientation} is not applied: switched off")
-    turned = image.transpose(_turn(orientation)) if orientation is not None and is_turned else image
     rgb, has_alpha = _rgb(turned, name, notes)
     record = PictureRecord(
         source=name,
