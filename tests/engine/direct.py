@@ -42,11 +42,11 @@ class Direct:
         self.model = Model(self.spec, self.weights, self.ops)
 
     def run(self, inputs: Arrays) -> Arrays:
-        """What this rank sees of a forward over whole sequences: `hidden.i`, `logits`, `image_features`, real tokens only.
+        """What this rank sees of a forward over whole sequences: `hidden.i`, `logits`, `image_features`.
 
         Names as in golden files, arrays over flattened real tokens: [T, H] and [T, V].
         """
-        ids, rows = flatten(inputs)
+        ids, _ = flatten(inputs)
         found: Arrays = {}
         embeddings: tuple[Embedding, ...] = ()
         if "pixel_values" in inputs and self.model.is_first:

@@ -1,13 +1,18 @@
-"""One rank gives what transformers gives, for every family and for every key of a configuration that changes the result."""
+"""One rank gives what transformers gives, for every family and every key of a configuration that changes the result."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.workbench.reference import Reference
-from tests.checkpoints import TINY, inputs
+from tests.checkpoints import TINY, edit_config, inputs
 from tests.engine.direct import Direct, flatten
 
 LIMIT = 2e-5  # float32, relative to the largest value of the reference
@@ -29,3 +34,29 @@ def test_one_rank_equals_transformers(name: str, checkpoint: Callable[[str], Pat
         errors[key] = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     assert max(errors.values()) <= LIMIT, errors
     assert np.abs(expected["logits"]).max() > 0.5, "logits too small to tell anything"
+
+
+def test_kimi_k2_is_deepseek_v3(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    home = tmp_path / "kimi"
+    shutil.copytree(checkpoint("deepseek_v3"), home)
+    edit_config(home, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], num_local_experts=None)
+    given = inputs("deepseek_v3")
+    expected = Direct(checkpoint("deepseek_v3")).run(given)
+    np.testing.assert_array_equal(Direct(home).run(given)["logits"], expected["logits"])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek_v3", "llama-rope-yarn", "qwen3_moe-step"])
+def test_chunks_and_single_steps_give_what_one_pass_gives(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """A prompt in two chunks, then token by token, over the cache: the same logits as all tokens at once."""
+    ids = inputs(name, batch=1)["input_ids"][0]
+    model = Direct(checkpoint(name))
+    whole = model.run({"input_ids": ids[None]})["logits"]
+    cache = tuple(model.fresh(spec, 2, len(ids)) for spec in model.model.cache_specs)
+    cuts = [0, 9, 21, *range(22, len(ids) + 1)]
+    for start, stop in pairwise(cuts):
+        batch = model.batch([stop - start], ids[start:stop])
+        meta = AttentionMeta.build([stop - start], [stop], [[1]], len(ids))
+        positions = torch.arange(start, stop)
+        logits = model.model.forward(replace(batch, attention=meta, cache=cache, positions_T=positions, rope_lens=None))
+        assert logits is not None
+        np.testing.assert_allclose(logits.numpy(), whole[start:stop], atol=2e-5 * float(np.abs(whole).max()))

@@ -1,0 +1,106 @@
+"""Any mesh gives the logits of one rank: float32, largest difference 1e-4; four processes work through all."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firstlight.engine.parallel.mesh import Mesh
+from tests.checkpoints import inputs
+from tests.engine.direct import Direct
+from tests.engine.ranks import Job, run_everything
+
+LIMIT = 1e-4
+
+# name of the checkpoint -> the meshes it is tried on.
+MESHES: dict[str, tuple[str, ...]] = {
+    "llama": ("tp2", "tp4", "pp2", "pp3", "tp2 pp2"),  # two key/value heads: tp 4 replicates them
+    "llama-biases": ("tp2", "tp4", "pp2"),
+    "llama-tied": ("tp2", "pp2", "tp2 pp2"),
+    "llama-vocab257": ("tp2", "tp4"),
+    "llama-thirds": ("tp3",),
+    "llama-rope-dynamic": ("tp2 pp2",),
+    "mistral": ("tp2", "pp2"),
+    "qwen2": ("tp2", "tp2 pp2"),
+    "qwen3": ("tp4", "pp2"),
+    "qwen3_moe": ("tp2", "ep2", "ep4", "tp2 ep2", "pp2 ep2", "tp2 pp2"),
+    "mixtral": ("tp2", "ep2", "tp2 ep2"),
+    "deepseek_v3": ("tp2", "tp4", "ep2", "pp2 ep2", "tp2 ep2"),
+    "deepseek_v3-full-q": ("tp2 pp2",),
+    "gemma2": ("tp2", "tp2 pp2"),
+    "llava-clip": ("tp2", "pp2", "tp2 pp2"),
+    "llava-moe": ("ep2", "tp2 ep2"),
+    "llava-siglip": ("tp2", "pp2"),
+}
+CASES = [(name, mesh) for name, meshes in MESHES.items() for mesh in meshes]
+
+
+def mesh_of(text: str) -> Mesh:
+    return Mesh(**{part[:2]: int(part[2:]) for part in text.split()})
+
+
+@pytest.fixture(scope="module")
+def jobs(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Job]:
+    home = tmp_path_factory.mktemp("meshes")
+    for name in MESHES:
+        np.savez(home / f"{name}.npz", **inputs(name))
+    made = {
+        (name, mesh): Job(checkpoint(name), mesh_of(mesh), home / f"{name}.npz", home / f"{name} {mesh}")
+        for name, mesh in CASES
+    }
+    run_everything(list(made.values()), home / "store")
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, np.ndarray]]:
+    kept: dict[str, dict[str, np.ndarray]] = {}
+
+    def get(name: str) -> dict[str, np.ndarray]:
+        if name not in kept:
+            kept[name] = Direct(checkpoint(name)).run(inputs(name))
+        return kept[name]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_a_mesh_equals_one_rank(
+    name: str, mesh: str, jobs: dict[tuple[str, str], Job], alone: Callable[[str], dict[str, np.ndarray]]
+) -> None:
+    found, expected = jobs[name, mesh].results(), alone(name)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert found[key].shape == value.shape, key
+        assert np.abs(found[key] - value).max() <= LIMIT, key
+
+
+def test_padding_rows_of_the_vocabulary_do_not_show(jobs: dict[tuple[str, str], Job]) -> None:
+    for name, mesh, rows in (
+        ("llama-vocab257", "tp2", 129),
+        ("llama-vocab257", "tp4", 65),
+        ("llama-thirds", "tp3", 86),
+    ):
+        job = jobs[name, mesh]
+        assert {shapes["head.weight"][0] for shapes in job.storages()} == {rows}
+        assert job.results()["logits"].shape[-1] == 257
+
+
+def test_a_tied_head_is_on_the_last_stage_too(jobs: dict[tuple[str, str], Job]) -> None:
+    first, last = jobs["llama-tied", "pp2"].storages()
+    assert "embed.weight" in first
+    assert "head.weight" not in first
+    assert "head.weight" in last
+    assert "embed.weight" not in last
+
+
+def test_key_value_heads_are_replicated_when_ranks_are_more(jobs: dict[tuple[str, str], Job]) -> None:
+    for shapes in jobs["llama", "tp4"].storages():
+        assert shapes["layers.0.mixer.qkv.weight"] == [3 * 8, 32]  # one query head, one key head, one value head
+
+
+def test_experts_are_divided(jobs: dict[tuple[str, str], Job]) -> None:
+    for shapes in jobs["qwen3_moe", "tp2 ep2"].storages():
+        assert shapes["layers.0.ffn.experts.gate_up"] == [4, 20, 32]
+        assert shapes["layers.0.ffn.experts.down"] == [4, 32, 10]
