@@ -1,0 +1,230 @@
+"""Pictures of a bring-up as pure functions: rows in, a plotly figure and its static twin out.
+
+The twin is plain HTML with bars and numbers, so that an executed, saved or converted notebook shows every figure
+without scripts. Rows are plain dicts, as in the tables of reports. plotly is imported when a live figure is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+Row = Mapping[str, Any]
+
+# Colour-blind safe (Okabe and Ito, 2008), readable on light and dark; roles keep their colour in every figure.
+COLOURS = {
+    "attention": "#0072b2",
+    "mlp": "#56b4e9",
+    "expert": "#009e73",
+    "router": "#f0e442",
+    "embedding": "#cc79a7",
+    "head": "#e69f00",
+    "norm": "#999999",
+    "vision": "#d55e00",
+    "projector": "#a65628",
+    "cache": "#7a68a6",
+    "state": "#b0a4d4",
+    "workspace": "#8c8c8c",
+    "compute": "#0072b2",
+    "communication": "#e69f00",
+    "waiting": "#bdbdbd",
+    "free running": "#0072b2",
+    "teacher-forced": "#d55e00",
+    "noise floor": "#999999",
+}
+SPARE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+
+STYLE = """
+.fl-fig{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:60rem;color:inherit}
+.fl-fig h5{font-size:13px;margin:.5rem 0 .35rem;font-weight:600}
+.fl-fig .row{display:grid;grid-template-columns:minmax(4rem,11rem) 1fr minmax(5rem,max-content);gap:.7rem;
+align-items:center;margin:.14rem 0}
+.fl-fig .bar{display:flex;height:.95rem;background:rgba(127,127,127,.13);border-radius:2px;overflow:hidden}
+.fl-fig .bar i{display:block;height:100%}
+.fl-fig .num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.fl-fig .key{display:inline-flex;align-items:center;gap:.35rem;margin-right:.9rem;opacity:.85}
+.fl-fig .key i{width:.7rem;height:.7rem;border-radius:2px;display:inline-block}
+.fl-fig .name{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+"""
+
+
+@dataclass(frozen=True)
+class View:
+    """A figure: `live` makes the plotly figure, `html` is the static twin. A notebook shows what it can."""
+
+    html: str
+    live: Callable[[], Any]
+
+    def figure(self) -> Any:
+        """The plotly figure."""
+        return self.live()
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        try:
+            import plotly  # noqa: F401 - only to see whether it is there
+        except ModuleNotFoundError:
+            return {"text/html": self.html}
+        figure = self.live().to_plotly_json()
+        from plotly.utils import PlotlyJSONEncoder
+
+        return {"application/vnd.plotly.v1+json": _plain(figure, PlotlyJSONEncoder), "text/html": self.html}
+
+
+def _plain(figure: Any, encoder: Any) -> Any:
+    import json
+
+    return json.loads(json.dumps(figure, cls=encoder))
+
+
+def stacked(
+    title: str, rows: Sequence[Row], label: str, part: str, value: str, show: Callable[[float], str], unit: str
+) -> View:
+    """One bar per `label`, made of one piece per `part`, as long as `value`; `show` words a total."""
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        pieces = bars.setdefault(str(row[label]), {})
+        name = str(row[part])
+        pieces[name] = pieces.get(name, 0.0) + float(row[value] or 0.0)
+    parts = list(dict.fromkeys(name for pieces in bars.values() for name in pieces))
+    colours = {name: colour(name, index) for index, name in enumerate(parts)}
+    longest = max((sum(pieces.values()) for pieces in bars.values()), default=0.0) or 1.0
+    body = "".join(_bar(name, pieces, longest, colours, show) for name, pieces in bars.items())
+    legend = "".join(
+        f'<span class="key"><i style="background:{colours[name]}"></i>{escape(name)}</span>' for name in parts
+    )
+    html = _page(title, f"<div>{legend}</div>{body}")
+
+    def live() -> Any:
+        import plotly.graph_objects as go
+
+        names = list(bars)
+        figure = go.Figure(
+            [
+                go.Bar(
+                    name=name,
+                    y=names,
+                    x=[bars[bar].get(name, 0.0) for bar in names],
+                    orientation="h",
+                    marker_color=colours[name],
+                )
+                for name in parts
+            ]
+        )
+        figure.update_layout(barmode="stack", xaxis_title=unit, yaxis={"autorange": "reversed", "type": "category"})
+        return dressed(figure, title, 110 + 30 * max(1, len(names)))
+
+    return View(html, live)
+
+
+def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | None]], unit: str) -> View:
+    """Curves over `x` on a logarithmic axis, such as errors per layer; None leaves a gap. The twin is a table."""
+    head = "".join(f'<th style="text-align:right;padding-right:1rem">{escape(name)}</th>' for name in series)
+    body = "".join(
+        f"<tr><td>{escape(str(place))}</td>"
+        + "".join(f'<td class="num" style="padding-right:1rem">{_short(values[i])}</td>' for values in series.values())
+        + "</tr>"
+        for i, place in enumerate(x)
+    )
+    html = _page(f"{title} ({unit})", f"<table><tr><th></th>{head}</tr>{body}</table>")
+
+    def live() -> Any:
+        import plotly.graph_objects as go
+
+        figure = go.Figure(
+            [
+                go.Scatter(
+                    name=name,
+                    x=list(x),
+                    y=list(values),
+                    mode="lines+markers",
+                    line={"color": colour(name, index), "dash": "dot" if name == "noise floor" else "solid"},
+                )
+                for index, (name, values) in enumerate(series.items())
+            ]
+        )
+        figure.update_layout(yaxis={"type": "log", "title": unit, "exponentformat": "power"}, xaxis_title="layer")
+        return dressed(figure, title, 340)
+
+    return View(html, live)
+
+
+def memory_map(rows: Sequence[Row]) -> View:
+    """What each rank holds by role; rows of rank, role, bytes."""
+    shown = [{**row, "rank": f"rank {row['rank']}", "MiB": float(row["bytes"]) / 2**20} for row in rows]
+    return stacked("Memory by rank and role", shown, "rank", "role", "MiB", lambda total: f"{total:,.1f} MiB", "MiB")
+
+
+def layer_times(rows: Sequence[Row], phase: str) -> View:
+    """Time per layer of one phase on its slowest rank; rows of phase, rank, layer, ms."""
+    slowest: dict[str, Row] = {}
+    for row in rows:
+        layer = str(row["layer"])
+        if row["phase"] == phase and (layer not in slowest or row["ms"] > slowest[layer]["ms"]):
+            slowest[layer] = row
+    shown = [{"layer": layer, "part": "compute", "ms": row["ms"]} for layer, row in slowest.items()]
+    title = f"Time per layer, {phase}, slowest rank"
+    return stacked(title, shown, "layer", "part", "ms", lambda total: f"{total:.3f} ms", "ms")
+
+
+def step_split(rows: Sequence[Row]) -> View:
+    """A step divided into computing, communicating and waiting; rows of phase, rank, compute_ms, ..."""
+    parts = ("compute", "communication", "waiting")
+    shown = [
+        {"step": f"{row['phase']}, rank {row['rank']}", "part": part, "ms": row[f"{part}_ms"]}
+        for row in rows
+        for part in parts
+    ]
+    return stacked("Where a step goes", shown, "step", "part", "ms", lambda total: f"{total:.2f} ms", "ms")
+
+
+def errors_by_layer(rows: Sequence[Row], columns: Mapping[str, str]) -> View:
+    """Relative error per layer; `columns` maps a curve's name to its column. The first column of rows is `layer`."""
+    series = {name: [row.get(column) for row in rows] for name, column in columns.items()}
+    return lines("Error per layer against the reference", [row["layer"] for row in rows], series, "relative max-abs")
+
+
+def colour(name: str, index: int = 0) -> str:
+    """The colour of a role, or a spare one."""
+    return COLOURS.get(name, SPARE[index % len(SPARE)])
+
+
+def dressed(figure: Any, title: str, height: int) -> Any:
+    """The common look: no frame, transparent ground, room for long names."""
+    figure.update_layout(
+        title={"text": title, "font": {"size": 14}},
+        height=height,
+        margin={"l": 10, "r": 10, "t": 42, "b": 36},
+        legend={"orientation": "h", "y": -0.35},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(127,127,127,0.06)",
+        font={"family": "system-ui, sans-serif", "size": 12},
+        bargap=0.25,
+    )
+    figure.update_yaxes(automargin=True)
+    return figure
+
+
+def _bar(
+    name: str, pieces: Mapping[str, float], longest: float, colours: Mapping[str, str], show: Callable[[float], str]
+) -> str:
+    inner = "".join(
+        f'<i style="width:{100 * size / longest:.3f}%;background:{colours[part]}" '
+        f'title="{escape(part)}: {escape(show(size))}"></i>'
+        for part, size in pieces.items()
+        if size > 0
+    )
+    total = escape(show(sum(pieces.values())))
+    return (
+        f'<div class="row"><span class="name" title="{escape(name)}">{escape(name)}</span>'
+        f'<span class="bar">{inner}</span><span class="num">{total}</span></div>'
+    )
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2e}"
+
+
+def _page(title: str, body: str) -> str:
+    return f'<div class="fl-fig"><style>{STYLE}</style><h5>{escape(title)}</h5>{body}</div>'

@@ -1,0 +1,172 @@
+"""Live views for notebooks: progress of a rung, and a box to ask the model about text and pictures.
+
+Every view has a static twin in plain HTML that stays when the kernel is gone: progress turns into its twin when the
+rung ends, the box keeps its transcript in an output of its own. Everything a model or a user wrote is escaped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as ipw
+from IPython.display import HTML, display
+
+from firstlight.engine.errors import FirstlightError
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.face import pace_words
+from firstlight.workbench.figures import STYLE
+from firstlight.workbench.progress import Pace
+from firstlight.workbench.render import words
+
+Answer = Callable[[str, bytes | None], Iterator[str]]
+"""(text, picture file or None) -> pieces of the answer as they come."""
+
+
+class ProgressView:
+    """One line a phase: bar, amount, rate, time to go. Call it with events; `close` leaves the static twin."""
+
+    def __init__(self) -> None:
+        self._paces: dict[tuple[str, str], Pace] = {}
+        self._bars: dict[tuple[str, str], tuple[ipw.FloatProgress, ipw.HTML]] = {}
+        self._box = ipw.VBox([])
+        self._handle: Any = None
+
+    def show(self) -> ProgressView:
+        """Displays the view under the running cell."""
+        if self._handle is None:
+            self._handle = display(self._box, display_id=True)
+        return self
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """Takes one event; the listener of a `Progress`."""
+        key = (event.rung, event.phase)
+        pace = self._paces.get(key)
+        self._paces[key] = pace = Pace(pace.first if pace else event, event)
+        if key not in self._bars:
+            bar = ipw.FloatProgress(min=0.0, max=1.0, bar_style="info", layout=ipw.Layout(width="220px"))
+            text = ipw.HTML()
+            name = ipw.HTML(f"{escape(event.rung)} · {escape(event.phase)}", layout=ipw.Layout(width="220px"))
+            self._bars[key] = (bar, text)
+            self._box.children = (*self._box.children, ipw.HBox([name, bar, text]))
+        bar, text = self._bars[key]
+        share = event.done / event.total if event.total else 0.0
+        bar.value = min(1.0, share)
+        if event.total and event.done >= event.total:
+            bar.bar_style = "success"
+        _, rate, left = pace_words(pace)
+        amount = words.quantity(event.total or event.done, event.unit)
+        text.value = escape("   ".join(part for part in (amount, rate, left, event.detail) if part))
+
+    def twin(self) -> str:
+        """The view as plain HTML."""
+        rows = []
+        for (rung, phase), pace in self._paces.items():
+            last = pace.last
+            share = min(1.0, last.done / last.total) if last.total else 1.0
+            amount = words.quantity(last.total or last.done, last.unit)
+            rate = words.quantity(pace.rate, f"{last.unit}/s") if pace.rate and last.unit else ""
+            took = words.seconds(last.time_s - pace.first.time_s)
+            said = escape("   ".join(part for part in (amount, rate, took, last.detail) if part))
+            rows.append(
+                f'<div class="row"><span class="name">{escape(rung)} · {escape(phase)}</span><span class="bar">'
+                f'<i style="width:{100 * share:.1f}%;background:#0072b2"></i></span>'
+                f'<span class="num">{said}</span></div>'
+            )
+        return f'<div class="fl-fig"><style>{STYLE}</style>{"".join(rows)}</div>'
+
+    def close(self) -> None:
+        """Puts the static twin in the place of the widgets."""
+        if self._handle is not None:
+            self._handle.update(HTML(self.twin()))
+            self._handle = None
+        self._box.close()
+
+
+class AskBox:
+    """A text box, a picture to drop, a button, and the transcript. `ask` does from code what the button does."""
+
+    def __init__(self, answer: Answer, pictures: Sequence[str | Path] = (), question: str = "") -> None:
+        self._answer = answer
+        self._transcript: list[dict[str, Any]] = []
+        self._handle: Any = None
+        self._busy = threading.Lock()
+        self._text = ipw.Text(value=question, placeholder="Ask something", layout=ipw.Layout(width="60%"))
+        self._upload = ipw.FileUpload(accept="image/*", multiple=False, description="Picture")
+        names = [("no picture", None), *((Path(path).name, str(path)) for path in pictures)]
+        self._sample = ipw.Dropdown(options=names, description="", layout=ipw.Layout(width="11rem"))
+        self._button = ipw.Button(description="Ask", button_style="primary", layout=ipw.Layout(width="5rem"))
+        self._button.on_click(lambda _: self._start())
+        self._text.continuous_update = False
+
+    def show(self) -> AskBox:
+        """Displays the controls and, in an output of its own, the transcript."""
+        row = ipw.HBox([self._text, self._upload, self._sample, self._button], layout=ipw.Layout(flex_flow="row wrap"))
+        display(row)
+        self._handle = display(HTML(self.twin()), display_id=True)
+        return self
+
+    def ask(self, text: str, picture: str | Path | bytes | None = None) -> str:
+        """Asks, shows the answer as it comes, and returns it."""
+        data = Path(picture).read_bytes() if isinstance(picture, str | Path) else picture
+        name = Path(picture).name if isinstance(picture, str | Path) else ("picture" if picture else "")
+        with self._busy:
+            entry: dict[str, Any] = {"text": text, "name": name, "picture": data, "answer": ""}
+            self._transcript.append(entry)
+            try:
+                for piece in self._answer(text, data):
+                    entry["answer"] += piece
+                    self._update()
+            except FirstlightError as error:
+                entry["error"] = str(error)
+            self._update()
+        return str(entry["answer"])
+
+    def twin(self) -> str:
+        """The transcript as plain HTML, pictures included."""
+        if not self._transcript:
+            return f'<div class="fl-fig"><style>{STYLE}</style><p style="opacity:.7">Nothing asked yet.</p></div>'
+        return f'<div class="fl-fig"><style>{STYLE}</style>{"".join(_entry(entry) for entry in self._transcript)}</div>'
+
+    def _start(self) -> None:
+        upload = self._upload.value
+        picture: bytes | str | None = bytes(upload[0]["content"]) if upload else self._sample.value
+        thread = threading.Thread(target=self.ask, args=(self._text.value, picture), daemon=True)
+        thread.start()
+
+    def _update(self) -> None:
+        if self._handle is not None:
+            self._handle.update(HTML(self.twin()))
+
+
+def _entry(entry: dict[str, Any]) -> str:
+    picture = _thumbnail(entry["picture"], entry["name"]) if entry["picture"] else ""
+    failed = (
+        f'<div style="color:#d1383d;white-space:pre-wrap">{escape(entry["error"])}</div>' if "error" in entry else ""
+    )
+    return (
+        f'<div style="display:flex;gap:.8rem;margin:.5rem 0;align-items:flex-start">{picture}'
+        f'<div><div style="opacity:.7">{escape(entry["text"])}</div>'
+        f'<div style="white-space:pre-wrap">{escape(entry["answer"])}</div>{failed}</div></div>'
+    )
+
+
+def _thumbnail(data: bytes, name: str) -> str:
+    """A small PNG of a picture, made anew from its pixels; an unreadable one is named instead."""
+    import base64
+    import io
+
+    from firstlight.engine.inputs.pictures import open_picture
+
+    try:
+        image = open_picture(data).image.copy()
+    except FirstlightError:
+        return f'<span style="opacity:.7">[{escape(name)}]</span>'
+    image.thumbnail((96, 96))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    coded = base64.b64encode(out.getvalue()).decode()
+    return f'<img alt="{escape(name, quote=True)}" src="data:image/png;base64,{coded}" style="border-radius:4px">'
