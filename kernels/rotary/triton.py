@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.kernels.triton_support import unit_last_stride
+
 
 @triton.jit
 def _rotary_kernel(
@@ -72,7 +74,7 @@ def rotary(
     num_kv_heads = k_TKD.shape[1]
     if num_tokens == 0:
         return q_out, k_out
-    q_TND, k_TKD = _unit_last_stride(q_TND), _unit_last_stride(k_TKD)
+    q_TND, k_TKD = unit_last_stride(q_TND), unit_last_stride(k_TKD)
     cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
     block_dim = triton.next_power_of_2(head_dim)
     block_heads = max(1, min(triton.next_power_of_2(num_heads + num_kv_heads), 4096 // block_dim))
@@ -97,7 +99,3 @@ def rotary(
         INTERLEAVED=interleaved,
     )
     return q_out, k_out
-
-
-def _unit_last_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
