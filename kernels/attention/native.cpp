@@ -31,24 +31,38 @@ struct Part {
     float *value; // [V]
 };
 
-static FORCE_INLINE float dot(const bf16 *a, const bf16 *b, int64_t D) {
-    float sum = 0;
+// logits[key] = scale * q . key for `count` rows of keys.
+static FORCE_INLINE void multiply_keys(
+    const bf16 *q, const bf16 *keys, int64_t slot_stride, int64_t count, int64_t D, float scale, float *logits) {
 #if HAS_BF16_DOT
-    __m512 sums = _mm512_setzero_ps();
-    int64_t d = 0;
-    for (; d + 32 <= D; d += 32)
-        sums = _mm512_dpbf16_ps(sums, (__m512bh)_mm512_loadu_si512(a + d), (__m512bh)_mm512_loadu_si512(b + d));
-    if (d < D) {
-        __mmask32 mask = (1u << (D - d)) - 1;
-        sums = _mm512_dpbf16_ps(
-            sums, (__m512bh)_mm512_maskz_loadu_epi16(mask, a + d), (__m512bh)_mm512_maskz_loadu_epi16(mask, b + d));
+    for (int64_t key = 0; key < count; key += 4) {
+        const bf16 *row[4];
+        __m512 sums[4];
+        for (int i = 0; i < 4; i++) { // past the end the last row is read again
+            row[i] = keys + (key + i < count ? key + i : count - 1) * slot_stride;
+            sums[i] = _mm512_setzero_ps();
+        }
+        int64_t d = 0;
+        for (; d + 32 <= D; d += 32) {
+            __m512bh part = load_bf16<true>(q + d, 0);
+            for (int i = 0; i < 4; i++) sums[i] = _mm512_dpbf16_ps(sums[i], load_bf16<true>(row[i] + d, 0), part);
+        }
+        if (d < D) {
+            __mmask32 mask = (1u << (D - d)) - 1;
+            __m512bh part = load_bf16<false>(q + d, mask);
+            for (int i = 0; i < 4; i++) sums[i] = _mm512_dpbf16_ps(sums[i], load_bf16<false>(row[i] + d, mask), part);
+        }
+        __m128 four = _mm_mul_ps(sum_of_each(sums[0], sums[1], sums[2], sums[3]), _mm_set1_ps(scale));
+        _mm_mask_storeu_ps(logits + key, count - key >= 4 ? 15 : (1 << (count - key)) - 1, four);
     }
-    sum = _mm512_reduce_add_ps(sums);
 #else
+    for (int64_t key = 0; key < count; key++) {
+        float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < D; d++) sum += to_float(a[d]) * to_float(b[d]);
+        for (int64_t d = 0; d < D; d++) sum += to_float(q[d]) * to_float(keys[key * slot_stride + d]);
+        logits[key] = sum * scale;
+    }
 #endif
-    return sum;
 }
 
 // The span's keys, page by page: calls visit(first key within the span, keys, their first row's address).
@@ -105,9 +119,8 @@ static void attend_span(const Problem &p, int64_t b, int64_t k, int64_t n, int64
     const bf16 *q = p.q + b * p.q_token_stride + n * p.q_head_stride;
     int64_t count = last - first;
     each_page(p, p.k_cache, p.k_page, p.k_head, p.k_slot, b, k, first, last, [&](int64_t at, int64_t keys, const bf16 *row) {
-        for (int64_t key = 0; key < keys; key++)
-            for (int g = 0; g < G; g++)
-                weights[g * SPAN + at + key] = dot(q + g * p.q_head_stride, row + key * p.k_slot, p.D) * p.scale;
+        for (int g = 0; g < G; g++)
+            multiply_keys(q + g * p.q_head_stride, row, p.k_slot, keys, p.D, p.scale, weights + g * SPAN + at);
     });
     float *out[G];
     for (int g = 0; g < G; g++) {
@@ -130,11 +143,12 @@ static void join(const Part *parts, int64_t spans, const float *sink, bf16 *out,
     for (int64_t s = 0; s < spans; s++) most = parts[s].most > most ? parts[s].most : most;
     float sum = sink ? exponential(*sink - most) : 0;
     for (int64_t s = 0; s < spans; s++) sum += parts[s].sum * exponential(parts[s].most - most);
-    for (int64_t v = 0; v < V; v++) {
-        float value = 0;
-        for (int64_t s = 0; s < spans; s++) value += parts[s].value[v] * exponential(parts[s].most - most);
-        out[v] = to_bf16(value / sum);
+    float *total = parts[0].value;
+    for (int64_t s = 0; s < spans; s++) {
+        float factor = exponential(parts[s].most - most) / sum;
+        for (int64_t v = 0; v < V; v++) total[v] = (s ? total[v] : 0) + factor * parts[s].value[v];
     }
+    for (int64_t v = 0; v < V; v++) out[v] = to_bf16(total[v]);
 }
 
 } // namespace attention

@@ -18,22 +18,6 @@ constexpr int64_t SERIAL = 1 << 15; // fewer multiplications than this are not w
 
 #if HAS_BF16_DOT
 
-// Sums of four vectors, side by side.
-static FORCE_INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
-    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
-// 32 values, or the first of them that the mask names, the rest zero.
-template <bool WHOLE> static FORCE_INLINE __m512bh load(const bf16 *from, __mmask32 mask) {
-    return WHOLE ? (__m512bh)_mm512_loadu_si512(from) : (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
-}
-
 // One step of 32 along H: R rows of the weight times C rows of x; the bits of ASK say which rows to ask for AHEAD.
 template <int R, int C, int ASK, bool WHOLE>
 static FORCE_INLINE void
@@ -41,12 +25,12 @@ multiply_step(const bf16 *weight, const bf16 *x, int64_t H, __mmask32 mask, __m5
     __m512bh w[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-        w[r] = load<WHOLE>(weight + r * H, mask);
+        w[r] = load_bf16<WHOLE>(weight + r * H, mask);
         if (ASK >> r & 1) _mm_prefetch((const char *)(weight + (r + AHEAD * TILE) * H), _MM_HINT_T1);
     }
 #pragma GCC unroll 6
     for (int c = 0; c < C; c++) {
-        __m512bh v = load<WHOLE>(x + c * H, mask);
+        __m512bh v = load_bf16<WHOLE>(x + c * H, mask);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], w[r], v);
     }
@@ -65,7 +49,7 @@ static FORCE_INLINE void multiply(const bf16 *weight, const bf16 *x, int64_t H, 
     if (bias) added = _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_maskz_loadu_epi16(rows, bias)), 16));
 #pragma GCC unroll 6
     for (int c = 0; c < C; c++) {
-        __m128 result = _mm_add_ps(sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c]), added);
+        __m128 result = _mm_add_ps(sum_of_each(sum[0][c], sum[1][c], sum[2][c], sum[3][c]), added);
         _mm_mask_storeu_epi16(y + c * F, rows, (__m128i)_mm_cvtneps_pbh(result));
     }
 }

@@ -21,7 +21,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, offset: float = 0.0) ->
         (outer, inner, _), (outer_stride, inner_stride, _) = x_TH.shape, x_TH.stride()
     else:
         return rms_norm(x_TH.contiguous(), weight_H, eps, offset)
-    y_TH = torch.empty(x_TH.shape, dtype=torch.bfloat16)
+    y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     function("rms_norm", "ppplllllffi")(
         x_TH.data_ptr(), weight_H.data_ptr(), y_TH.data_ptr(),
         outer, inner, outer_stride, inner_stride, H, eps, offset, torch.get_num_threads(),
@@ -37,8 +37,7 @@ def add_rms_norm(
     assert x_TH.shape == residual_TH.shape, (x_TH.shape, residual_TH.shape)
     x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
     H = x_TH.shape[-1]
-    both = torch.empty((2, *x_TH.shape), dtype=torch.bfloat16)
-    normed_TH, summed_TH = both.unbind()
+    normed_TH, summed_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
     function("add_rms_norm", "pppppllffi")(
         x_TH.data_ptr(), residual_TH.data_ptr(), weight_H.data_ptr(), normed_TH.data_ptr(), summed_TH.data_ptr(),
         x_TH.numel() // H, H, eps, offset, torch.get_num_threads(),
