@@ -1,4 +1,4 @@
-"""The command line: one verb a call. Only the chosen verb's module is imported, so that help and scan answer at once."""
+"""The command line: one verb a call. Only the chosen verb's module is imported, so help and scan answer at once."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one, in a sentence
+        from firstlight.workbench.face import say_refused
+        from firstlight.workbench.faults import fault_of
+
+        say_refused([fault_of(error)], lead="failed")
+        return 1
 
 
 def overview() -> str:
@@ -97,8 +103,8 @@ def _main(words: list[str]) -> int:
 def _run_verb(verb: str, words: list[str]) -> int:
     from firstlight.engine.errors import FirstlightError
     from firstlight.workbench import arguments as parsing
-    from firstlight.workbench.faults import report_of
     from firstlight.workbench.face import Face
+    from firstlight.workbench.faults import report_of
     from firstlight.workbench.session import Session
 
     command = load_command(verb)

@@ -1,4 +1,4 @@
-"""What happens while a run goes on, in one SQLite file: progress, readings, requests. One writer thread, any readers."""
+"""What happens while a run goes on, in one SQLite file: progress, readings, requests. One writer, any readers."""
 
 from __future__ import annotations
 

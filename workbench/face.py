@@ -25,7 +25,7 @@ BAR_WIDTH = 20
 
 @dataclass
 class Face:
-    """Where output goes. `quiet` keeps refusals only. With `json_on_stdout` the human's part moves to standard error."""
+    """Where output goes. `quiet` keeps refusals only; with `json_on_stdout` the human's part moves to standard error."""
 
     quiet: bool = False
     json_on_stdout: bool = False
@@ -123,13 +123,13 @@ def pace_words(pace: Pace) -> tuple[str, str, str]:
     return amount, speed, f"{words.seconds(remaining_s)} to go" if remaining_s is not None else ""
 
 
-def say_refused(findings: Sequence[Finding]) -> None:
+def say_refused(findings: Sequence[Finding], lead: str = "refused") -> None:
     """Says on standard error why nothing was done: the first fatal findings whole, the others counted."""
     fatal = [finding for finding in findings if finding.severity == "fatal"] or list(findings)
     width = max(NARROWEST, min(120, shutil.get_terminal_size((100, 24)).columns))
     lines: list[str] = []
     for finding in fatal[:5]:
-        lines += textwrap.wrap(f"refused: {finding.message}", width, subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(f"{lead}: {finding.message}", width, subsequent_indent="  ", break_on_hyphens=False)
         for name, value in (*finding_fields(finding), ("code", finding.code)):
             lines += textwrap.wrap(f"  {name:<10}{value}", width, subsequent_indent=" " * 12, break_on_hyphens=False)
     if len(fatal) > 5:

@@ -26,7 +26,7 @@ def report_of(verb: str, title: str, error: BaseException, run: Run | None = Non
         )
         return refusal(verb, title, Refused(finding))
     draft = Draft(verb, title)
-    draft.find(_of_ours(error, run))
+    draft.find(fault_of(error, run))
     return draft.close("failed")
 
 
@@ -41,7 +41,8 @@ def _of_the_system(error: OSError) -> Finding:
     )
 
 
-def _of_ours(error: BaseException, run: Run | None) -> Finding:
+def fault_of(error: BaseException, run: Run | None = None) -> Finding:
+    """A fault of ours as a finding; the traceback goes to a file, which is named."""
     folder = run.directory if run is not None else Path(tempfile.gettempdir())
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix="fault-", suffix=".txt", delete=False) as stream:
         traceback.print_exception(error, file=stream)

@@ -13,7 +13,7 @@ Listener = Callable[[ProgressEvent], None]
 
 @dataclass
 class Progress:
-    """What rungs call while they work: `progress("read", done, total, "B")`. Without listeners it costs next to nothing.
+    """What rungs call while they work: `progress("read", done, total, "B")`. Without listeners nearly free.
 
     Calls that come faster than `period_s` within one phase are left out, except the first and the last (done == total).
     """

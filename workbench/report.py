@@ -1,4 +1,4 @@
-"""The report of a rung: what was checked, found and measured, as data that goes to a terminal, a notebook and a file."""
+"""The report of a rung: what was checked, found and measured, as data for a terminal, a notebook and a file."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def now_iso() -> str:
 
 
 def finite(value: Any) -> Any:
-    """Plain data without NaN and infinities: null in their place, and said in a neighbouring `detail` if there is one."""
+    """Plain data without NaN and infinities: null in their place, said in the `detail` beside it if there is a unit."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, msgspec.Struct):

@@ -193,7 +193,7 @@ class Run:
                 file=str(self.directory / blockers[0].file),
                 expected=f"{blockers[0].verb} passed",
                 found=f"{blockers[0].verb} {blockers[0].status}",
-                next=f"mend what {blockers[0].verb} found and run it again, or go on with --force, which the record shows",
+                next=f"mend what {blockers[0].verb} found and run it again, or use --force, which the record shows",
             )
         )
 

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
                 next="pip install 'firstlight[notebook]'",
             )
         )
-    folder = next((p for p in (Path("notebooks"), Path(__file__).parents[1] / "notebooks") if p.is_dir()), Path("."))
+    folder = next((p for p in (Path("notebooks"), Path(__file__).parents[1] / "notebooks") if p.is_dir()), Path())
     command = [sys.executable, "-m", "jupyterlab", str(folder)]
     if arguments.port is not None:
         command += ["--port", str(arguments.port)]

@@ -154,6 +154,17 @@ def positive(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """A part of a whole: 0 or more, less than 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to less than 1")
+    return value
+
+
 def dtype(text: str) -> str:
     """A dtype by any of its usual names."""
     if text.lower() not in DTYPES:

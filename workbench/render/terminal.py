@@ -22,13 +22,16 @@ STYLES = {
     "warning": "yellow",
     "note": "dim",
 }
-MOST_ROWS = 32
+MOST_ROWS = 16
+NARROW_TEXT = 24
+GAP = 2
+LEFT_TO_THE_FILE = ("hashes",)  # tables that nobody reads in a terminal
 INDENT = (0, 0, 0, 2)
 
 
 def print_report(report: Report, console: Console) -> None:
     """Prints every part of the report that has something in it."""
-    for part in _parts(report):
+    for part in _parts(report, console.width):
         console.print(part)
 
 
@@ -41,27 +44,36 @@ def report_text(report: Report, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
+def _parts(report: Report, width: int) -> Iterator[RenderableType]:
+    """Tables first and the verdict last: the end is what stays in view."""
     from rich.rule import Rule
     from rich.text import Text
 
-    yield Rule(style="dim")
-    head = Text.assemble((report.verb, "bold"), "  ", report.title, "  ")
-    head.append(report.status, STYLES[report.status])
-    if report.status != "refused":
-        head.append(f" in {words.seconds(report.duration_s)}")
-    if report.forced:
-        head.append("  forced: on top of a rung that did not pass", "yellow")
-    yield head
-    if report.checks:
-        yield _block("checks", _checks(report.checks))
+    yield Rule(Text.assemble((report.verb, "bold"), "  ", report.title), align="left", style="dim")
+    for name, rows in report.tables.items():
+        if rows and name not in LEFT_TO_THE_FILE:
+            yield _block(name.replace("_", " "), _table(rows, width))
     if report.metrics:
         yield _block("figures", _metrics(report.metrics))
-    for name, rows in report.tables.items():
-        if rows:
-            yield _block(name.replace("_", " "), _table(rows))
     if report.findings:
         yield _block("findings", _findings(report.findings))
+    if report.checks:
+        yield _block("checks", _checks(report.checks))
+    yield Text("")
+    yield _verdict(report)
+
+
+def _verdict(report: Report) -> RenderableType:
+    from rich.text import Text
+
+    line = Text.assemble((report.status, STYLES[report.status]), "  ", (report.verb, "bold"), "  ", report.title)
+    failed = sum(check.status == "failed" for check in report.checks)
+    if report.checks:
+        line.append(f"  {len(report.checks) - failed} of {len(report.checks)} checks")
+    line.append(f"  {words.seconds(report.duration_s)}", "dim")
+    if report.forced:
+        line.append("  forced: on top of a rung that did not pass", "yellow")
+    return line
 
 
 def _block(title: str, body: RenderableType) -> RenderableType:
@@ -96,26 +108,67 @@ def _checks(checks: Sequence[Check]) -> RenderableType:
 def _metrics(metrics: dict[str, Metric]) -> RenderableType:
     from rich.text import Text
 
-    grid = _grid({}, {"justify": "left"}, {})
+    grid = _grid({}, {"no_wrap": True}, {})
     for name, metric in metrics.items():
         value = words.quantity(metric.value, metric.unit) if metric.value is not None else "not available"
         grid.add_row(Text(words.heading(name)), Text(value), Text(metric.detail, "dim"))
     return grid
 
 
-def _table(rows: list[dict[str, Any]]) -> RenderableType:
+def _table(rows: list[dict[str, Any]], width: int) -> RenderableType:
+    """Rows by column; a table too wide for the terminal goes on below, its first column repeated."""
     from rich.console import Group
     from rich.text import Text
 
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if _says_something(column, rows)]
+    shown = rows[:MOST_ROWS]
+    parts: list[RenderableType] = []
+    for group in _column_groups(columns, shown, width - INDENT[3]):
+        parts += [Text("")] if parts else []
+        parts.append(_part_of_table(group, shown))
+    if len(rows) > MOST_ROWS:
+        parts.append(Text(f"and {len(rows) - MOST_ROWS:,} more rows in the JSON report", "dim"))
+    return Group(*parts)
+
+
+def _says_something(column: str, rows: list[dict[str, Any]]) -> bool:
+    """Whether a column is worth its place: any value but nothing, and bytes that are not all zero."""
+    values = [row.get(column) for row in rows]
+    if column.endswith("_bytes") and not any(values):
+        return False
+    return any(value is not None for value in values)
+
+
+def _column_groups(columns: list[str], rows: list[dict[str, Any]], width: int) -> list[list[str]]:
+    """Columns in groups that fit the width; numbers are never broken, text may be down to `NARROW_TEXT`."""
+    widths = {}
+    for column in columns:
+        cells = [words.heading(column), *(words.cell(column, row.get(column)) for row in rows)]
+        natural = max(map(len, cells))
+        is_text = not any(words.is_number(row.get(column)) for row in rows)
+        widths[column] = (min(natural, NARROW_TEXT) if is_text else natural) + GAP
+    first, *rest = columns
+    groups, used = [[first]], widths[first]
+    for column in rest:
+        if used + widths[column] > width and len(groups[-1]) > 1:
+            groups.append([first])
+            used = widths[first]
+        groups[-1].append(column)
+        used += widths[column]
+    return groups
+
+
+def _part_of_table(columns: list[str], rows: list[dict[str, Any]]) -> RenderableType:
+    from rich.text import Text
+
     numeric = {column: any(words.is_number(row.get(column)) for row in rows) for column in columns}
-    grid = _grid(*({"justify": "right" if numeric[column] else "left"} for column in columns))
+    grid = _grid(
+        *({"justify": "right", "no_wrap": True} if numeric[column] else {"overflow": "fold"} for column in columns)
+    )
     grid.add_row(*(Text(words.heading(column), "dim") for column in columns))
-    for row in rows[:MOST_ROWS]:
+    for row in rows:
         grid.add_row(*(Text(words.cell(column, row.get(column))) for column in columns))
-    if len(rows) <= MOST_ROWS:
-        return grid
-    return Group(grid, Text(f"and {len(rows) - MOST_ROWS:,} more rows in the JSON report", "dim"))
+    return grid
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType:
@@ -131,14 +184,14 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
 
 
 def finding_fields(finding: Finding) -> Iterator[tuple[str, str]]:
-    """The parts of a finding that it has, in the order they are read."""
+    """The parts of a finding that it has and that its message does not say already, in the order they are read."""
     if finding.file and finding.file not in finding.message:
         yield "file", finding.file
     if finding.tensors:
         yield "tensors", words.shorten(finding.tensors)
-    if finding.expected is not None:
+    if finding.expected is not None and finding.expected not in finding.message:
         yield "expected", finding.expected
-    if finding.found is not None:
+    if finding.found is not None and finding.found != "absent" and finding.found not in finding.message:
         yield "found", finding.found
     if finding.next:
         yield "next", finding.next

@@ -18,6 +18,8 @@ def quantity(value: Any, unit: str = "") -> str:
         return f"{value} {unit}".strip()
     if unit in _SHOWN:
         return in_bytes(value) + _SHOWN[unit]
+    if value == 1 and unit.endswith("s") and len(unit) > 2:  # one shard, not one shards; seconds keep their sign
+        unit = unit[:-1]
     return f"{number(value)} {unit}".strip()
 
 
@@ -39,7 +41,7 @@ def in_bytes(count: float) -> str:
         size, index = size / 1024, index + 1
     if index == 0:
         return f"{number(count)} B"
-    return f"{size:.2f} {_BINARY[index]}" if size < 100 else f"{size:.0f} {_BINARY[index]}"
+    return f"{size:.2f} {_BINARY[index]}" if size < 100 else f"{size:.1f} {_BINARY[index]}"
 
 
 def seconds(value: float) -> str:

@@ -1,0 +1,180 @@
+"""The rung `plan`: what every rank would hold, whether it fits, what decided, and the nearest layout that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.parallel.estimate import StepTime, step_time, traffic
+from firstlight.engine.parallel.hardware import Cluster
+from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
+from firstlight.engine.weights.formats.registry import stored_format
+from firstlight.workbench.report import Draft, Report
+
+PREFILL_TOKENS = 4096  # of the step whose time is estimated
+
+
+def plan(
+    source: str | os.PathLike[str],
+    cluster: Cluster,
+    mesh: Mesh | None = None,
+    *,
+    context: int = 4096,
+    concurrency: int = 1,
+    cache_dtype: str = "BF16",
+    headroom: float = HEADROOM,
+    objective: Objective = "latency",
+) -> Report:
+    """Lays a model out on a cluster, by `mesh` or, without one, the best layout for `objective`.
+
+    `source`: a checkpoint's directory or a configuration alone (`data/models/*.json`, or the name of one). The report
+    fails when the layout does not fit. Raises `Refused` when the wish is impossible or the source is none.
+    """
+    name, config = read_config(source)
+    draft = Draft("plan", name)
+    spec, _ = FAMILIES.describe(config)
+    draft.find(spec.findings)
+    found = make_plan(
+        spec,
+        stored_format(config, spec.dtype),
+        cluster,
+        mesh,
+        context=context,
+        concurrency=concurrency,
+        cache_dtype=cache_dtype,
+        headroom=headroom,
+        objective=objective,
+    )
+    draft.title = f"{name} on {cluster.describe()}, {found.mesh.describe()}"
+    _verdict(draft, found)
+    _figures(draft, found)
+    _tables(draft, spec, found)
+    return draft.close()
+
+
+def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Name and raw configuration of a checkpoint directory, a JSON file, or a model of `data/models`."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path.resolve().name, _decode(path / "config.json", (path / "config.json"))
+    if path.is_file():
+        return path.stem, _decode(path, path)
+    known = resources.files("firstlight.data").joinpath("models")
+    shipped = known.joinpath(f"{path.name.removesuffix('.json')}.json")
+    if shipped.is_file():
+        return path.name.removesuffix(".json"), _decode(path, shipped)
+    names = sorted(entry.name.removesuffix(".json") for entry in known.iterdir() if entry.name.endswith(".json"))
+    raise Refused(
+        fatal(
+            "not-found",
+            f"{source} is neither a checkpoint directory nor a configuration",
+            file=str(source),
+            expected=f"a directory, a config.json, or one of {', '.join(names)}",
+            found="nothing of that name",
+            next="name a directory that holds config.json, or a JSON file",
+        )
+    )
+
+
+def _decode(path: Path, file: Any) -> dict[str, Any]:
+    try:
+        config = msgspec.json.decode(file.read_bytes())
+    except FileNotFoundError as error:
+        raise Refused(
+            fatal("missing-side-file", f"{path} is not there", file=str(path), next="fetch config.json of the release")
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(
+            fatal("side-file-invalid", f"{path} is not JSON: {error}", file=str(path), next="fetch the file again")
+        ) from error
+    if not isinstance(config, Mapping):
+        raise Refused(fatal("side-file-invalid", f"{path} is not a JSON object", file=str(path)))
+    return dict(config)
+
+
+def _verdict(draft: Draft, found: Plan) -> None:
+    worst = found.largest
+    draft.check(
+        "the largest rank fits",
+        found.fits,
+        value=worst.total,
+        limit=found.usable_bytes,
+        unit="B",
+        detail=f"rank {worst.rank} of {found.mesh.world_size}; {found.context:,} tokens of context, "
+        f"{found.concurrency:,} at once",
+    )
+    draft.find(found.findings)
+
+
+def _figures(draft: Draft, found: Plan) -> None:
+    facts = found.totals
+    draft.metric("parameters", facts.parameters, "parameters")
+    draft.metric("active_parameters", facts.active_parameters, "parameters", "for one text token")
+    draft.metric("mtp_parameters", facts.mtp_parameters, "parameters", "extra prediction layers, counted apart")
+    draft.metric("checkpoint_bytes", facts.checkpoint_bytes, "B", "all tensors of the release")
+    draft.metric("weight_bytes_per_device", found.weight_bytes_per_device, "B", "the largest over ranks")
+    draft.metric("kv_bytes_per_token", facts.kv_bytes_per_token, "B", "whole model")
+    draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", "whole model")
+    why = "" if found.devices_needed is not None else "no layout of up to 4,096 devices holds one sequence"
+    draft.metric("devices_needed", found.devices_needed, "devices", why or f"of {found.cluster.device.name}")
+    draft.metric("binding_constraint", found.binding, "", found.binding_reason)
+    draft.metric("usable_bytes_per_device", found.usable_bytes, "B", "device memory less the headroom")
+    draft.metric("mesh", found.mesh.describe(), "")
+    if not found.fits:
+        nearest = found.nearest
+        said = f"{nearest.describe()} on {nearest.world_size} x {found.cluster.device.name}" if nearest else None
+        draft.metric("nearest_plan", said, "", "" if said else "no layout of this device fits")
+
+
+def _tables(draft: Draft, spec: ModelSpec, found: Plan) -> None:
+    draft.table("ranks", _rank_rows(found))
+    worst = found.largest
+    draft.table(
+        "step_time_ms",
+        (
+            _time_row(step_time(spec, found.mesh, found.cluster, phase, tokens, active, worst.total))
+            for phase, tokens, active in (
+                ("prefill", min(PREFILL_TOKENS, found.context), found.totals.active_parameters),
+                ("decode", found.concurrency, found.totals.active_parameters),
+            )
+        ),
+    )
+    draft.table(
+        "communication_bytes_per_token",
+        (
+            {"phase": phase, **msgspec.to_builtins(row)}
+            for phase in ("prefill", "decode")
+            for row in traffic(spec, found.mesh)
+        ),
+    )
+
+
+def _rank_rows(found: Plan) -> Iterator[dict[str, Any]]:
+    axes = [axis for axis in AXES if found.mesh.size(axis) > 1]
+    roles = list(dict.fromkeys(role for rank in found.ranks for role in rank.weights))
+    for rank in found.ranks:
+        yield {
+            "rank": rank.rank,
+            **{axis: rank.at.on(axis) for axis in axes},
+            "layers": f"{rank.layers[0]} to {rank.layers[1] - 1}",
+            **{f"{role}_bytes": rank.weights.get(role, 0) for role in roles},
+            "weight_bytes": rank.weight_bytes,
+            "cache_bytes": rank.cache,
+            "state_bytes": rank.state,
+            "total_bytes": rank.total,
+            "free_bytes": found.usable_bytes - rank.total,
+        }
+
+
+def _time_row(estimate: StepTime) -> dict[str, Any]:
+    return {**msgspec.to_builtins(estimate), "step_ms": estimate.step_ms}

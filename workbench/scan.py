@@ -1,0 +1,231 @@
+"""The rung `scan`: what a checkpoint is and whether it is whole, from headers and configuration alone. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, note, warning
+from firstlight.engine.inputs import side_files
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.rules import Matcher
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.ledger import Ledger, account, by_pattern, pattern_range
+from firstlight.workbench.describe import layer_rows, operator_rows
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.report import Draft, Report
+
+
+def scan(source: str | os.PathLike[str], deep: bool = False, progress: Progress | None = None) -> Report:
+    """Architecture, tensors, formats, operators, gaps and integrity of a checkpoint.
+
+    Reads headers, index and side files only; `deep` reads every tensor as well, hashes it and looks for NaN and
+    infinity. Raises `Refused` when the source is no checkpoint at all; everything else that is wrong is a failed check.
+    """
+    checkpoint = Checkpoint.open(source)
+    draft = Draft("scan", checkpoint.name)
+    _files(draft, checkpoint)
+    described = _architecture(draft, checkpoint)
+    ledger = account(checkpoint, *described) if described is not None else None
+    if ledger is not None and described is not None:
+        _account(draft, ledger)
+        _model(draft, checkpoint, described[0])
+    _tensors(draft, checkpoint, ledger)
+    _side_files(draft, checkpoint, sees=described is not None and described[0].vision is not None)
+    if deep:
+        _deep(draft, checkpoint, progress or Progress())
+    return draft.close()
+
+
+def _files(draft: Draft, checkpoint: Checkpoint) -> None:
+    draft.find(checkpoint.findings)
+    broken = [finding for finding in checkpoint.findings if finding.severity == "fatal"]
+    concerned = sorted({finding.file for finding in broken if finding.file})
+    draft.check(
+        "files, headers and index are sound",
+        not broken,
+        value=len(checkpoint.shards),
+        unit="shards",
+        detail=f"see findings: {', '.join(concerned) or broken[0].code}" if broken else "",
+    )
+    draft.metric("checkpoint_bytes", checkpoint.payload_bytes, "B", f"in {len(checkpoint.shards)} files")
+    draft.metric("tensors", len(checkpoint.tensors), "tensors")
+
+
+def _architecture(draft: Draft, checkpoint: Checkpoint) -> tuple[ModelSpec, Matcher] | None:
+    """The spec, or None with the reasons in the report."""
+    named = checkpoint.config.get("model_type")
+    try:
+        spec, matcher = FAMILIES.describe(checkpoint.config)
+    except Refused as refused:
+        draft.find(refused.findings)
+        draft.check("architecture is known", False, value=str(named), detail=refused.findings[0].code)
+        return None
+    draft.find(spec.findings)
+    draft.title = f"{checkpoint.name}, {spec.family}"
+    draft.check("architecture is known", True, value=str(named), detail=f"family {spec.family}")
+    return spec, matcher
+
+
+def _account(draft: Draft, ledger: Ledger) -> None:
+    draft.find(ledger.findings)
+    counts = ledger.summary()
+    accounted = counts["tensors_consumed"] + counts["tensors_left_out"]
+    left_out = f"{counts['tensors_left_out']:,} left out with a reason" if counts["tensors_left_out"] else ""
+    draft.check(
+        "every tensor is accounted for",
+        counts["tensors_unconsumed"] == 0,
+        value=accounted,
+        limit=counts["tensors"],
+        unit="tensors",
+        detail=left_out,
+    )
+    draft.check(
+        "every parameter is filled",
+        counts["parameters_missing"] == 0,
+        value=counts["parameters_filled"],
+        limit=counts["parameters"],
+        unit="parameters",
+    )
+    other = [
+        f for f in ledger.findings if f.severity == "fatal" and f.code not in ("missing-tensor", "unconsumed-tensor")
+    ]
+    draft.check("shapes and dtypes are as the model needs them", not other, value=len(other), limit=0, unit="problems")
+
+
+def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    from firstlight.engine.parallel.plan import totals
+    from firstlight.engine.weights.formats.registry import stored_format
+
+    try:
+        facts = totals(spec, stored_format(checkpoint.config, spec.dtype))
+        draft.metric("parameters", facts.parameters, "parameters")
+        draft.metric("active_parameters", facts.active_parameters, "parameters", "for one text token")
+        if facts.mtp_parameters:
+            draft.metric("mtp_parameters", facts.mtp_parameters, "parameters", "counted apart, not loaded")
+        draft.metric("kv_bytes_per_token", facts.kv_bytes_per_token, "B", "whole model, bf16")
+        if facts.state_bytes_per_sequence:
+            draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", "whole model")
+    except Refused as refused:
+        draft.find(refused.findings)
+    draft.metric("layers", spec.num_layers, "layers", f"hidden {spec.hidden:,}")
+    draft.metric("vocabulary", spec.vocab_size, "tokens")
+    draft.metric("max_positions", spec.max_positions, "tokens")
+    if spec.vision is not None:
+        side = f"{spec.vision.image_size} x {spec.vision.image_size}"
+        draft.metric("tokens_per_image", spec.vision.tokens_per_image, "tokens", f"from {side} pixels")
+    draft.table("layers", layer_rows(spec))
+    draft.table("operators", operator_rows(spec))
+
+
+def _tensors(draft: Draft, checkpoint: Checkpoint, ledger: Ledger | None) -> None:
+    by_dtype: dict[str, list[TensorInfo]] = defaultdict(list)
+    for tensor in checkpoint.tensors.values():
+        by_dtype[tensor.dtype].append(tensor)
+    draft.table(
+        "formats",
+        (
+            {
+                "dtype": dtype,
+                "tensors": len(tensors),
+                "elements": sum(math.prod(tensor.shape) for tensor in tensors),
+                "total_bytes": sum(tensor.nbytes for tensor in tensors),
+            }
+            for dtype, tensors in sorted(by_dtype.items(), key=lambda item: -sum(t.nbytes for t in item[1]))
+        ),
+    )
+    draft.table("tensors", _pattern_rows(checkpoint, ledger))
+
+
+def _pattern_rows(checkpoint: Checkpoint, ledger: Ledger | None) -> Iterator[dict[str, Any]]:
+    for pattern, names in by_pattern(checkpoint.tensors).items():
+        tensors = [checkpoint.tensors[name] for name in names]
+        shapes = list(dict.fromkeys(" x ".join(map(str, tensor.shape)) for tensor in tensors))
+        yield {
+            "name": pattern_range(pattern, names),
+            "count": len(names),
+            "dtype": ", ".join(sorted({tensor.dtype for tensor in tensors})),
+            "shape": shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes",
+            "total_bytes": sum(tensor.nbytes for tensor in tensors),
+            **({} if ledger is None else {"fills": _destination(ledger, names)}),
+        }
+
+
+def _destination(ledger: Ledger, names: list[str]) -> str:
+    """Where the tensors of one pattern go: parameters, the reason why nowhere, or that nobody knows."""
+    filled = [param for name in names for param in ledger.consumed.get(name, ())]
+    if filled:
+        return ", ".join(pattern_range(pattern, params) for pattern, params in by_pattern(filled).items())
+    reason = ledger.left_out.get(names[0])
+    return f"left out: {reason}" if reason else "nothing"
+
+
+def _side_files(draft: Draft, checkpoint: Checkpoint, sees: bool) -> None:
+    rows = list(_side_file_rows(checkpoint, sees))
+    draft.table("side_files", ({"file": row[0], "for": row[1], "there": row[2]} for row in rows))
+    for file, purpose, there in rows:
+        if not there:
+            draft.find(_absent(file, purpose))
+
+
+def _side_file_rows(checkpoint: Checkpoint, sees: bool) -> Iterator[tuple[str, str, bool]]:
+    there = set(checkpoint.side_files)
+    yield side_files.TOKENIZER, "text to token ids", side_files.TOKENIZER in there
+    yield side_files.TOKENIZER_CONFIG, "special tokens", side_files.TOKENIZER_CONFIG in there
+    yield "chat template", "conversations", _has_chat_template(checkpoint, there)
+    yield side_files.GENERATION_CONFIG, "the vendor's stop tokens", side_files.GENERATION_CONFIG in there
+    if sees:
+        has = bool({side_files.PROCESSOR_CONFIG, side_files.PREPROCESSOR_CONFIG} & there)
+        yield side_files.PREPROCESSOR_CONFIG, "pictures to pixel tensors", has
+
+
+def _has_chat_template(checkpoint: Checkpoint, there: set[str]) -> bool:
+    if there & {"chat_template.jinja", "chat_template.json"}:
+        return True
+    try:
+        config = side_files.read_json_if_present(Path(checkpoint.directory) / side_files.TOKENIZER_CONFIG)
+    except Refused:
+        return False
+    return bool(config and config.get("chat_template"))
+
+
+def _absent(file: str, purpose: str) -> Finding:
+    say = note if file == side_files.GENERATION_CONFIG else warning
+    return say(
+        "missing-side-file",
+        f"no {file}: what needs it ({purpose}) will be refused"
+        if say is warning
+        else f"no {file}: stop tokens come from config.json and the tokenizer",
+        file=file,
+        expected=file,
+        found="absent",
+        next="fetch it from the release",
+    )
+
+
+def _deep(draft: Draft, checkpoint: Checkpoint, progress: Progress) -> None:
+    from firstlight.workbench.deep import read_all
+
+    readings, elapsed_s = read_all(checkpoint, progress)
+    bad = [reading for reading in readings if reading.nan or reading.infinite]
+    total = sum(checkpoint.tensors[reading.tensor].nbytes for reading in readings)
+    draft.check("every value is finite", not bad, value=len(bad), limit=0, unit="tensors", detail=_names(bad))
+    draft.metric("read_rate", total / elapsed_s if elapsed_s else None, "B/s", f"{total:,} bytes read and hashed")
+    draft.table(
+        "hashes",
+        (
+            {"name": r.tensor, "sha256": r.sha256, **({"nan": r.nan, "infinite": r.infinite} if bad else {})}
+            for r in readings
+        ),
+    )
+
+
+def _names(readings: Iterable[Any]) -> str:
+    return ", ".join(f"{r.tensor} ({r.nan:,} NaN, {r.infinite:,} infinite)" for r in list(readings)[:4])
