@@ -113,7 +113,7 @@ def _refuse(name: str, message: str, **fields: Any) -> NoReturn:
 
 
 def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, list[str], int | None]:
-    """The first frame, decoded, after its header passed the limits; remarks, and the orientation the decoder applied."""
+    """The first frame, decoded, after its header passed the limits; remarks; the orientation the decoder applied."""
     from PIL import Image
 
     try:

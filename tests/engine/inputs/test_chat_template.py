@@ -11,7 +11,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.chat_template import ChatTemplate
-from tests.engine.inputs.conftest import CHATML, TEXT_CHATML, write_json
+from tests.engine.inputs.toys import CHATML, TEXT_CHATML, write_json
 
 TURN = [{"role": "user", "content": "What does a cow say? ünï 🫠 <b>&amp;</b>"}]
 TALK = [
@@ -28,12 +28,14 @@ TEMPLATES = {
     "tojson": "{{ tools | tojson(indent=2) }}{{ messages | tojson }}{{ {'b': 1, 'a': 'é<'} | tojson(sort_keys=true) }}",
     "loop controls": "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{% if loop.index > 3 %}"
     "{% break %}{% endif %}{{ m.role }},{% endfor %}",
-    "generation": "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}{% endgeneration %}"
-    "{{ x }}{% endfor %}",
+    "generation": "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}"
+    "{% endgeneration %}{{ x }}{% endfor %}",
     "namespace and dict": "{% set ns = namespace(last='', n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
     "{% set ns.last = m.role %}{% endfor %}{{ ns.last }}{{ ns.n }}{{ dict(a=1) }}{{ dict.fromkeys(['x'], 2) }}",
-    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.tool_calls is defined }};{% endfor %}",
-    "variables": "{{ enable_thinking }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}{{ eos_token }}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.tool_calls is defined }};"
+    "{% endfor %}",
+    "variables": "{{ enable_thinking }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}"
+    "{{ eos_token }}",
     "macro": "{% macro turn(m) %}[{{ m.role | upper }}: {{ m['content'][:4] }}]{% endmacro %}"
     "{% for m in messages if m.role != 'system' %}{{ turn(m) }}{% endfor %}{{ messages[1:][0].role }}",
 }

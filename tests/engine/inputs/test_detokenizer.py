@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from firstlight.engine.inputs.detokenizer import REPLACEMENT, Detokenizer
 from firstlight.engine.inputs.tokenizer import Tokenizer
-from tests.engine.inputs.conftest import save_tokenizer
+from tests.engine.inputs.toys import save_tokenizer
 
 CHARACTER = "🫠".encode()  # F0 9F AB A0
 SETTINGS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -29,8 +29,7 @@ def alphabet(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A byte-level tokenizer whose id is the byte; then some merged tokens, and tokens outside of the byte alphabet."""
     from firstlight.engine.inputs.byte_pieces import byte_of_char
 
-    vocabulary = {char: byte for char, byte in byte_of_char().items()}
-    vocabulary |= {"ab": 256, "Ġab": 257, "âĤ": 258, "¬x": 259, "Ġ": 32}
+    vocabulary = {**byte_of_char(), "ab": 256, "Ġab": 257, "âĤ": 258, "¬x": 259, "Ġ": 32}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>", "<image>"])
@@ -232,7 +231,8 @@ def test_special_tokens_are_skipped_or_shown(alphabet: Tokenizer) -> None:
 def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     """Decoders that look at neighbours: WordPiece, words joined by spaces with and without a clean-up, Metaspace."""
     root = tmp_path_factory.mktemp("words")
-    vocabulary = {word: i for i, word in enumerate("<unk> it 's n't . , ? we do ' ##ing ##s ▁cat ▁dog s ▁".split())}
+    texts = ("<unk>", "it", "'s", "n't", ".", ",", "?", "we", "do", "'", "##ing", "##s", "▁cat", "▁dog", "s", "▁")
+    vocabulary = {word: i for i, word in enumerate(texts)}
     made = {}
     for name, decoder, options in (
         ("wordpiece", decoders.WordPiece(), {}),

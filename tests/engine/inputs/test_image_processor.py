@@ -19,7 +19,7 @@ from firstlight.engine.inputs import image_steps
 from firstlight.engine.inputs.image_constants import CLASS_DEFAULTS, CLASS_OF_MODEL_TYPE, KEYS, read_constants
 from firstlight.engine.inputs.image_processor import ImageProcessor
 from firstlight.engine.inputs.pictures import Picture, picture_from_image
-from tests.engine.inputs.conftest import IMAGE_PROCESSOR, write_json
+from tests.engine.inputs.toys import IMAGE_PROCESSOR, write_json
 
 SIZES = [
     (1, 1),
@@ -108,8 +108,7 @@ def test_tensors_equal_transformers(tmp_path: Path, name: str) -> None:
         one = [picture(width, height)]
         try:
             ours = processor.process(one)["pixel_values"]
-        except Refused as error:
-            assert error.findings[0].code == "bad-image"
+        except Refused:  # no pixels are left: transformers fails as well
             with pytest.raises((ValueError, ZeroDivisionError)):
                 theirs_of(directory, one)
             continue
@@ -272,7 +271,7 @@ def test_the_class_defaults_are_those_of_transformers() -> None:
 
 
 def test_the_classes_by_model_type_are_those_of_transformers() -> None:
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as theirs
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     for model_type, class_name in CLASS_OF_MODEL_TYPE.items():
-        assert theirs[model_type]["pil"] == f"{class_name}Pil"
+        assert IMAGE_PROCESSOR_MAPPING_NAMES[model_type]["pil"] == f"{class_name}Pil"

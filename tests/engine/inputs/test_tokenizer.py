@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.tokenizer import Tokenizer
 from firstlight.engine.inputs.tokenizer_classes import REGISTERED_TYPES, effective_class
-from tests.engine.inputs.conftest import CORPUS, byte_level_backend, metaspace_backend, save_tokenizer, write_json
+from tests.engine.inputs.toys import CORPUS, byte_level_backend, metaspace_backend, save_tokenizer, write_json
 
 TEXTS = (
     *CORPUS,
@@ -195,7 +195,7 @@ def test_clean_up_of_spaces(tmp_path: Path, kind: str, forced: bool) -> None:
     if kind == "BPE":
         backend = byte_level_backend()
     else:
-        words = "it 's n't . , ? ! we do ' ve re".split()
+        words = ["it", "'s", "n't", ".", ",", "?", "!", "we", "do", "'", "ve", "re"]
         backend = Backend(models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     directory = save_tokenizer(
