@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from typing import NamedTuple
 
@@ -184,7 +184,7 @@ def trained_facts() -> tuple[Exchange, ...]:
     return split_facts()[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def encoded(tokenizer_file: str, text: str) -> tuple[int, ...]:
     """Token ids of a text."""
     return tuple(_tokenizer(tokenizer_file).encode(text).ids)

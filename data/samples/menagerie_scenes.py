@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 
@@ -162,9 +162,7 @@ def _scattered(rng: Random, name: str, count: int) -> tuple[Animal, ...]:
         if all(math.dist(a, b) > size * 1.02 for i, a in enumerate(spots) for b in spots[:i]):
             break
         size *= 0.995
-    return tuple(
-        replace(_animal(rng, name, x, y, size * rng.uniform(0.92, 1.0)), glyph=glyph) for x, y in spots
-    )
+    return tuple(replace(_animal(rng, name, x, y, size * rng.uniform(0.92, 1.0)), glyph=glyph) for x, y in spots)
 
 
 def _side_by_side(rng: Random, names: tuple[str, ...]) -> tuple[Animal, ...]:
@@ -210,7 +208,7 @@ def _bitmap(animal: Animal, size_px: float) -> Image.Image:
     return bitmap.resize(target, Image.Resampling.BICUBIC)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _glyph(character: str, halvings: int, mirrored: bool) -> Image.Image:
     if halvings:
         full = _glyph(character, 0, mirrored)

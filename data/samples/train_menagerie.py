@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -41,7 +41,7 @@ HELD_OUT_SEED = 2
 
 
 class Labeller(nn.Module):
-    """The heads that teach the tower: over every patch of the layer LLaVA reads, and over the class token at the end."""
+    """Heads that teach the tower: over every patch of the layer LLaVA reads, and over the class token at the end."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,9 +88,7 @@ def chat_loss(model: LlavaForConditionalGeneration, batch: ChatBatch) -> Tensor:
     states_BPD = tower_states(inner.vision_tower, batch.pixels_B3HW, layers=depth - 1)[:, 1:]
     features_BPD = inner.multi_modal_projector(states_BPD)
     embedded_BTD = inner.language_model.embed_tokens(batch.ids_BT)
-    embedded_BTD = embedded_BTD.masked_scatter(
-        (batch.ids_BT == IMAGE)[..., None], features_BPD.to(embedded_BTD.dtype)
-    )
+    embedded_BTD = embedded_BTD.masked_scatter((batch.ids_BT == IMAGE)[..., None], features_BPD.to(embedded_BTD.dtype))
     hidden_BTD = inner.language_model(
         inputs_embeds=embedded_BTD, attention_mask=batch.mask_B1TT, position_ids=batch.positions_BT, use_cache=False
     ).last_hidden_state
@@ -117,7 +115,7 @@ class Optimiser:
         )
 
     def step(self, progress: float, step: int) -> None:
-        """One update from the gradients at hand, which it clears; the rate is a warm-up and then a cosine to nothing."""
+        """One update from the gradients at hand, which it clears; the rate warms up and then follows a cosine."""
         scale = min(1.0, (step + 1) / self.warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
         for full, bare in zip(self.full, self.bare, strict=True):
             full.grad = None if bare.grad is None else bare.grad.float()
@@ -334,12 +332,16 @@ def main() -> None:
     record = {
         "command": f"python data/samples/train_menagerie.py --tower-steps {arguments.tower_steps}"
         f" --chat-steps {arguments.chat_steps} --threads {arguments.threads}",
-        "date": date.today().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "duration_s": round(duration_s),
         "held_out": evaluate(arguments.out, arguments.scenes),
         "held_out_scenes": arguments.scenes,
         "processor": platform.processor() or platform.machine(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
     (arguments.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
