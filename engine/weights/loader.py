@@ -50,7 +50,8 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes resident in storages; equals the plan's."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.storages.values())
+        unique = {tensor.data_ptr(): tensor.nbytes for tensor in self.storages.values()}  # a tied head counts once
+        return sum(unique.values())
 
 
 def load(

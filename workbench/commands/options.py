@@ -100,7 +100,7 @@ def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
     values = {
         "checkpoint": arguments.checkpoint,
         "mesh": mesh_of(arguments),
-        "device": _device(arguments),
+        "device": device_of(arguments),
         "dtype": arguments.dtype,
         "max_context": arguments.max_context,
         "max_batch": arguments.max_batch,
@@ -127,7 +127,7 @@ def params_of(arguments: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _device(arguments: argparse.Namespace) -> str:
+def device_of(arguments: argparse.Namespace) -> str:
     device: str = arguments.device
     wanted = BACKEND_DEVICES[arguments.backend]
     if "auto" not in (device, wanted) and device != wanted:
