@@ -12,6 +12,7 @@ import numpy as np
 from firstlight.engine.findings import Finding
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.health import Beat, Failure, StageRecord, Status
+from firstlight.engine.serving.profile_data import RankProfile
 from firstlight.engine.serving.request import Completion, Delta, SamplingParams
 from firstlight.engine.weights.ledger import Ledger
 
@@ -123,7 +124,7 @@ class EngineLike(Protocol):
 
     def memory(self) -> tuple[RankMemory, ...]: ...
 
-    def profile(self, prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> Any: ...
+    def profile(self, prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> tuple[RankProfile, ...]: ...
 
     def health(self) -> Health: ...
 

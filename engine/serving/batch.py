@@ -89,6 +89,7 @@ def forward_batch(
     logit_rows: Tensor | None = None,
     embeddings: tuple[Embedding, ...] = (),
     tap: Tap | None = None,
+    rope_lens: tuple[int, ...] | None = None,
 ) -> ForwardBatch:
     """A batch of flattened tokens."""
     return ForwardBatch(
@@ -101,6 +102,7 @@ def forward_batch(
         logit_rows=logit_rows,
         embeddings=embeddings,
         tap=tap,
+        rope_lens=rope_lens,
     )
 
 

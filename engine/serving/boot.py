@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,12 @@ def bring_up(
     pulse: Pulse,
     local_rank: int = 0,
     local_ranks: int = 1,
+    meet: Callable[[], None] | None = None,
 ) -> Rank:
-    """Brings up this rank in a world that `comms` has joined. Raises `Refused` with what does not fit or is missing."""
+    """Brings up this rank in a world that `comms` has joined. Raises `Refused` with what does not fit or is missing.
+
+    `meet` returns when every rank has called it: loads differ by more than a collective may take.
+    """
     rank = comms.world.ranks[comms.world.index]
     device = device_of(options.device, local_rank)
     settings = read_settings()
@@ -80,6 +85,9 @@ def bring_up(
     weights = load(checkpoint, pieces, device, options.load_threads, progress)
     pulse.enter("build")
     model = Model(spec, weights, ops)
+    if meet is not None:
+        pulse.enter("meet")
+        meet()
     pulse.enter("cache")
     most = most_pages(options, model.cache_specs, device, TORCH_DTYPES[dtype], comms)
     limits = limits_of(options, context, device.type, most)

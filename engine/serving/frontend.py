@@ -57,7 +57,6 @@ class Frontend:
     def request(
         self,
         number: int,
-        name: str,
         prompt: Prompt,
         pictures: Sequence[PictureSource],
         params: SamplingParams | None,
@@ -69,13 +68,12 @@ class Frontend:
         if is_ids(prompt):
             ids = tuple(int(id_) for id_ in prompt)
             self._check_ids(ids)
-            return Request(number=number, name=name, prompt_ids=ids, params=params, arrival_s=arrival_s)
+            return Request(number=number, prompt_ids=ids, params=params, arrival_s=arrival_s)
         prepared = self.prepare(prompt, pictures, chat)
         images = {key: np.asarray(value) for key, value in prepared.tensors.items()}
         check_images(self.spec, images, sum(count for _, count in prepared.image_spans))
         return Request(
             number=number,
-            name=name,
             prompt_ids=tuple(prepared.input_ids[0].tolist()),
             params=params,
             images=arrays_of(images),
@@ -100,6 +98,10 @@ class Frontend:
             return self.processor.prepare(prompt, opened, chat)
         return self.processor.prepare_messages(prompt, opened)  # type: ignore[arg-type]
 
+    def token_bytes(self, id_: int) -> bytes:
+        """The bytes of a token; none without a tokenizer."""
+        return self.processor.tokenizer.token_bytes(id_) if self.has_tokenizer else b""
+
     def detokenizer(self, request: Request) -> Detokenizer:
         return Detokenizer(self.processor.tokenizer, request.prompt_ids, request.params.stop)
 
@@ -108,7 +110,6 @@ class Frontend:
         vision = self.spec.vision
         return Request(
             number=number,
-            name=f"request-{number}",
             prompt_ids=tuple(ids),
             params=SamplingParams(max_new_tokens=steps, ignore_eos=True, seed=0),
             images=images or {},

@@ -28,6 +28,7 @@ STAGE_DEADLINES_S: dict[str, float] = {
     "ledger": 300.0,
     "load": 7200.0,
     "build": 900.0,
+    "meet": 7200.0,
     "cache": 300.0,
     "warm-up text": 600.0,
     "warm-up image": 600.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import msgspec
 
 from firstlight.engine.errors import Refused
@@ -46,6 +48,52 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise _bad("dtype", "auto, BF16, F16 or F32", self.dtype)
         if self.max_batch < 1:
             raise _bad("max_batch", "at least 1", str(self.max_batch))
+
+
+class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a host serves and how it is watched.
+
+    `host` and `port` (0: any free one) are where HTTP listens; anything but loopback needs a `token`. `deadline_s`: how
+    long a rank may be silent before it is lost; `stage_deadlines_s` changes those of a start's stages. After a failure
+    rank 0 goes on to answer /health for `linger_s`, then everything ends.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    model_name: str | None = None
+    body_limit_bytes: int = 64 << 20
+    trace_limit_bytes: int = 4 << 30
+    default_max_tokens: int = 512
+    deadline_s: float = 10.0
+    beat_period_s: float = 0.5
+    step_deadline_s: float = 600.0
+    stage_deadlines_s: dict[str, float] = msgspec.field(default_factory=dict)
+    linger_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and not self.token:
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"listening on {self.host} without a token would let anyone on the network use and stop the engine",
+                    expected="a token, or a loopback address",
+                    found=f"host {self.host}, no token",
+                    next="give --token, or leave --host at 127.0.0.1",
+                )
+            )
+        if self.token is not None and (not self.token or not self.token.isascii() or " " in self.token):
+            raise _bad("token", "printable ASCII without spaces", "something else")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def context_of(options: EngineOptions, spec: ModelSpec, device_type: str) -> int:

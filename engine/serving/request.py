@@ -75,11 +75,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to be continued.
 
     `images` holds the processor's tensors of all pictures of the prompt; `image_spans` says which positions they fill,
-    in their order. `number` is the engine's; `name` is what clients see.
+    in their order. `number` is the engine's.
     """
 
     number: int
-    name: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     images: Arrays = msgspec.field(default_factory=dict)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.mesh import Mesh
@@ -24,7 +24,7 @@ from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.frontend import Frontend
 from firstlight.engine.serving.health import Failure, Pulse, Status
 from firstlight.engine.serving.options import EngineOptions
-from firstlight.engine.serving.profile import ProfileCommand, RankProfile
+from firstlight.engine.serving.profile_data import ProfileCommand, RankProfile
 from firstlight.engine.serving.request import Arrays, Completion, Delta, Request, SamplingParams, TokenLogprob
 from firstlight.engine.serving.scheduler import Scheduler, Step
 from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
@@ -101,15 +101,20 @@ class Engine:
         params: SamplingParams | None = None,
         chat: bool = True,
         listener: Listener | None = None,
-        name: str | None = None,
+        clip: bool = False,
     ) -> Stream:
         """Queue a request; its deltas come out of the stream, or go to `listener` from the engine's thread.
 
-        Raises `Refused` for what cannot be served: a bad picture, too long a prompt, an engine that drains.
+        `clip` shortens the answer to what the context has room for, instead of refusing. Raises `Refused` for what
+        cannot be served: a bad picture, too long a prompt, an engine that drains.
         """
         self._refuse_unless_open()
         number = next(self._numbers)
-        request = self.frontend.request(number, name or f"request-{number}", prompt, pictures, params, chat)
+        request = self.frontend.request(number, prompt, pictures, params, chat)
+        room = self.scheduler.limits.max_context - len(request.prompt_ids)
+        if clip and 0 < room < request.params.max_new_tokens:
+            shorter = msgspec.structs.replace(request.params, max_new_tokens=room)
+            request = msgspec.structs.replace(request, params=shorter)
         return self.submit_request(request, listener, self.frontend.has_tokenizer)
 
     def submit_request(self, request: Request, listener: Listener | None = None, with_text: bool = True) -> Stream:
@@ -282,8 +287,11 @@ class Engine:
         def carry_out() -> None:
             try:
                 future.set_result(action())
-            except FirstlightError as error:
+            except Refused as error:
                 future.set_exception(error)
+            except BaseException as error:  # the engine's own fault: whoever waits is told, and the loop ends
+                future.set_exception(EngineFailed(f"{type(error).__name__}: {error}"))
+                raise
 
         self._refuse_unless_open(draining=True)
         self._tell(carry_out)

@@ -181,6 +181,7 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
         around,
         embeddings=_embeddings(rank, command, rows, shown),
         tap=_tap(rank, command, shown),
+        rope_lens=(command.input_ids.shape[1],) * len(rows),  # as the reference does with a padded batch
     )
 
 

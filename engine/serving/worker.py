@@ -16,7 +16,8 @@ from firstlight.engine.serving.batch import Held, Surroundings, build_batch
 from firstlight.engine.serving.boot import Rank
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.health import Pulse
-from firstlight.engine.serving.profile import ProfileCommand, run_profile
+from firstlight.engine.serving.profile import run_profile
+from firstlight.engine.serving.profile_data import ProfileCommand
 from firstlight.engine.serving.sampling import choose_tokens, read_table, table, table_width
 from firstlight.engine.serving.steps import Draw, ReplicaPlan, Sampled, StepPlan, StepResult
 from firstlight.engine.serving.trace import TraceCommand, run_trace

@@ -16,7 +16,7 @@ EOS = 1
 
 def request(number: int, prompt: int, new: int, **params: object) -> Request:
     sampling = SamplingParams(max_new_tokens=new, seed=number, **params)  # type: ignore[arg-type]
-    return Request(number=number, name=str(number), prompt_ids=tuple(range(10, 10 + prompt)), params=sampling)
+    return Request(number=number, prompt_ids=tuple(range(10, 10 + prompt)), params=sampling)
 
 
 def limits(**changes: int) -> Limits:

@@ -1,0 +1,291 @@
+"""Engine hosts: started, found again, asked how they are, and stopped. The engine runs in other processes. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.api import Health
+from firstlight.engine.serving.client import EngineClient
+from firstlight.engine.serving.health import Failure
+from firstlight.engine.serving.options import EngineOptions, HostOptions
+from firstlight.engine.serving.stream import EngineFailed
+from firstlight.engine.serving.supervisor import HANDLE, Handle, Order
+from firstlight.engine.settings import child_environment, read_settings
+
+POLL_S = 0.02
+STOP_GRACE_S = 5.0
+Watcher = Callable[[Health], None]
+
+
+class Host:
+    """One running host: `url`, `token`, `pids` of its ranks, `run_dir` with its logs and its handle (`host.json`)."""
+
+    def __init__(
+        self, run_dir: str | Path, process: subprocess.Popen[bytes] | None = None, kept_fd: int | None = None
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.handle = read_handle(self.run_dir)
+        self._process = process
+        self._kept_fd = kept_fd  # it closes with this process, which tells the supervisor
+        self._client: EngineClient | None = None
+
+    @classmethod
+    def start(
+        cls,
+        checkpoint: str | Path,
+        mesh: Mesh | None = None,
+        *,
+        run_dir: str | Path | None = None,
+        detached: bool = False,
+        http: HostOptions | None = None,
+        make_token: bool = True,
+        **options: Any,
+    ) -> Host:
+        """Start the ranks and return as soon as they are being watched; `wait_ready` waits for the engine.
+
+        `run_dir` gets logs and handle (default: a new folder in the runtime directory). A host that is not `detached`
+        ends with this process. `options` are those of `EngineOptions`; `http` says where to listen and how to watch; a
+        token is made up unless there is one or `make_token` is off. Raises `Refused`.
+        """
+        settings = read_settings()
+        http = http or HostOptions()
+        if http.token is None and (settings.token or make_token):
+            http = msgspec.structs.replace(http, token=settings.token or secrets.token_urlsafe(24))
+        engine = EngineOptions(checkpoint=str(checkpoint), mesh=mesh or Mesh(), **{"warm_up": True, **options})
+        directory = _new_directory(settings.runtime_dir) if run_dir is None else Path(run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / HANDLE).unlink(missing_ok=True)
+        process, kept_fd = _spawn(engine, http, directory, detached)
+        _await_handle(directory, process)
+        return cls(directory, process, kept_fd)
+
+    @classmethod
+    def attach(cls, run_dir: str | Path) -> Host:
+        """The host whose handle is in `run_dir` (or is that file); `Refused` if there is none or it has ended."""
+        path = Path(run_dir)
+        host = cls(path.parent if path.name == HANDLE else path)
+        if host.handle.status in ("stopped", "failed") or not host.is_alive():
+            raise Refused(
+                fatal(
+                    "not-available",
+                    "the host has ended",
+                    file=str(host.run_dir / HANDLE),
+                    expected="a running host",
+                    found=str(host.handle.failure or host.handle.status),
+                    next="start a new one",
+                )
+            )
+        return host
+
+    @property
+    def url(self) -> str:
+        """Where it listens; waits for the moment it does."""
+        while (url := self.refresh().url) is None:
+            self._raise_if_over()
+            time.sleep(POLL_S)
+        return url
+
+    @property
+    def token(self) -> str | None:
+        return self.handle.token
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, in order."""
+        return self.handle.pids
+
+    def refresh(self) -> Handle:
+        """The handle as it is now."""
+        self.handle = read_handle(self.run_dir)
+        return self.handle
+
+    def client(self) -> EngineClient:
+        """The engine over HTTP."""
+        if self._client is None:
+            self._client = EngineClient(self.url, self.token)
+        return self._client
+
+    def health(self) -> Health:
+        """How the engine is: by its own word or, where it cannot speak, by its supervisor's."""
+        handle = self.refresh()
+        over = self._over(handle)
+        if over is not None:
+            return over
+        if handle.url is None:
+            return Health(status="starting", stage="spawn")
+        found = self.client().health()
+        return found if found.status != "failed" else self._over(self.refresh()) or found
+
+    def wait_ready(self, timeout_s: float | None = None, progress: Watcher | None = None) -> EngineClient:
+        """Wait until the engine answers; `progress` gets its health meanwhile.
+
+        Raises `Refused` if the checkpoint, the plan or the memory was at fault, `RankFailure` if a rank was.
+        """
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            health = self.health()
+            if progress is not None:
+                progress(health)
+            if health.is_ready:
+                return self.client()
+            if health.status in ("failed", "stopped"):
+                self._raise(health)
+            if until_s is not None and time.monotonic() > until_s:
+                raise RankFailure(0, health.stage, f"not ready after {timeout_s:g} s")
+            time.sleep(POLL_S if progress is None else 5 * POLL_S)
+
+    def is_alive(self) -> bool:
+        """Whether its supervisor lives."""
+        if self._process is not None:
+            return self._process.poll() is None
+        try:
+            process = psutil.Process(self.handle.pid)
+            return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= self.handle.started_s + 1
+        except psutil.NoSuchProcess:
+            return False
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End it: ask the engine, then the supervisor, then kill. Nothing is left when this returns."""
+        handle = self.refresh()
+        if self.is_alive() and handle.status == "ready" and handle.url is not None:
+            with contextlib.suppress(Refused, EngineFailed):
+                EngineClient(handle.url, handle.token).stop()
+            self._await_end(grace_s)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not self.is_alive():
+                break
+            os.kill(handle.pid, number)
+            self._await_end(grace_s)
+        if self._process is not None:
+            self._process.wait()
+        if self._kept_fd is not None:
+            os.close(self._kept_fd)
+            self._kept_fd = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def log(self, rank: int) -> str:
+        """What a rank wrote to its standard output and error."""
+        path = self.run_dir / f"rank{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _await_end(self, grace_s: float) -> None:
+        until_s = time.monotonic() + grace_s
+        while self.is_alive() and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+
+    def _over(self, handle: Handle) -> Health | None:
+        """Health of a host that has ended, or whose supervisor has."""
+        if handle.status == "failed":
+            return Health(status="failed", stage="", failure=handle.failure)
+        if handle.status == "stopped":
+            return Health(status="stopped", stage="")
+        if not self.is_alive():
+            handle = self.refresh()
+            if handle.status in ("failed", "stopped"):
+                return self._over(handle)
+            failure = Failure(rank=0, phase="watch", reason=f"the supervisor ended{self._last_words()}")
+            return Health(status="failed", stage="", failure=failure)
+        return None
+
+    def _last_words(self) -> str:
+        text = (self.run_dir / "host.log").read_text(errors="replace").strip() if self.run_dir.exists() else ""
+        return f": {text.splitlines()[-1]}" if text else ""
+
+    def _raise_if_over(self) -> None:
+        over = self._over(self.handle)
+        if over is not None:
+            self._raise(over)
+
+    def _raise(self, health: Health) -> None:
+        failure = health.failure
+        if failure is None:
+            raise RankFailure(0, health.stage, f"the host is {health.status}")
+        if failure.findings:
+            raise Refused(failure.findings)
+        raise RankFailure(failure.rank, failure.phase, failure.reason)
+
+
+def read_handle(run_dir: Path) -> Handle:
+    """The handle in a run directory; `Refused` (not-found) where there is none."""
+    path = run_dir / HANDLE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Handle)
+    except FileNotFoundError:
+        raise Refused(
+            fatal(
+                "not-found",
+                "no engine host was started here",
+                file=str(path),
+                expected=HANDLE,
+                found="no such file",
+                next="start one, or name the run directory of one that runs",
+            )
+        ) from None
+
+
+def _new_directory(runtime_dir: Path) -> Path:
+    runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Path(tempfile.mkdtemp(prefix="host-", dir=runtime_dir))
+
+
+def _spawn(
+    engine: EngineOptions, http: HostOptions, directory: Path, detached: bool
+) -> tuple[subprocess.Popen[bytes], int | None]:
+    """The supervisor, in a session of its own so that an interrupt of a terminal or notebook does not reach it."""
+    owner_fd, kept_fd = (None, None) if detached else os.pipe()
+    order = Order(
+        engine=engine,
+        host=http,
+        run_dir=str(directory),
+        owner_pid=None if detached else os.getpid(),
+        owner_fd=owner_fd,
+    )
+    with (directory / "host.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "firstlight.engine.serving.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=() if owner_fd is None else (owner_fd,),
+            env=child_environment(OPENBLAS_NUM_THREADS="1"),  # forking wants a process without threads
+        )
+    if owner_fd is not None:
+        os.close(owner_fd)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended at once; whoever waits for its handle finds out why
+        process.stdin.write(msgspec.json.encode(order))
+        process.stdin.close()
+    return process, kept_fd
+
+
+def _await_handle(directory: Path, process: subprocess.Popen[bytes]) -> None:
+    while not (directory / HANDLE).exists():
+        if process.poll() is not None:
+            text = (directory / "host.log").read_text(errors="replace").strip()
+            raise RankFailure(0, "spawn", f"the host did not start: {text.splitlines()[-1] if text else 'no message'}")
+        time.sleep(POLL_S)

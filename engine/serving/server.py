@@ -1,0 +1,415 @@
+"""HTTP: the OpenAI routes, health, and the admin routes, over one engine that another thread steps.
+
+Nothing here computes. Handlers turn bodies into requests (in worker threads), and the engine's thread hands each token
+back through the event loop. Every error has a body as OpenAI writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import safetensors.numpy
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.serving.desk import Desk
+from firstlight.engine.serving.openai import Ask, Writer, error_body, models_body, read_chat, read_text
+from firstlight.engine.serving.options import HostOptions
+from firstlight.engine.serving.request import Delta
+from firstlight.engine.serving.runtime import Engine
+from firstlight.engine.serving.stream import EngineFailed, Stream
+from firstlight.engine.serving.wire import read_generation, trace_arguments
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+STATUS_OF_CODE = {"not-available": 503}
+Result = TypeVar("Result")
+
+
+class HttpServer:
+    """uvicorn in the calling thread; the port is bound at once, so `url` is known before the first request."""
+
+    def __init__(self, desk: Desk) -> None:
+        options = desk.options
+        self._socket = _listen(options)
+        host, port = self._socket.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self.url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        config = uvicorn.Config(
+            create_app(desk),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=5,
+            server_header=False,
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+def _listen(options: HostOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise Refused(
+            fatal(
+                "usage",
+                f"cannot listen on {options.host} port {options.port}: {error.strerror}",
+                expected="a free port of this machine",
+                found=f"{options.host}:{options.port}",
+                next="choose another --port (0: any free one) or --host",
+            )
+        ) from error
+    listener.listen(1024)
+    return listener
+
+
+def create_app(desk: Desk) -> FastAPI:
+    """The application; `desk` leads to the engine."""
+    app = FastAPI(title="firstlight", docs_url=None, redoc_url=None, openapi_url=None)
+    _openai_routes(app, desk)
+    _admin_routes(app, desk)
+    app.add_exception_handler(FirstlightError, _on_error)
+    app.add_exception_handler(Exception, _on_fault)
+    app.add_exception_handler(404, _on_missing)
+    app.add_exception_handler(405, _on_missing)
+    app.add_middleware(BodyLimit, limit_of=lambda path: _limit_of(path, desk.options))
+    app.add_middleware(Gate, options=desk.options)
+    return app
+
+
+def _openai_routes(app: FastAPI, desk: Desk) -> None:
+    created = int(time.time())
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        now = desk.health()
+        shown: dict[str, Any] = msgspec.to_builtins(now)
+        if not _may_enter(desk.options, request.headers.get("authorization", "")):
+            del shown["ranks"]  # probes need no token; machines and process ids are not for everyone
+        if now.failure is not None:  # what is asked for first stands on top
+            shown |= {"rank": now.failure.rank, "phase": now.failure.phase, "since_s": now.failure.since_s}
+        return _json(shown, 200 if now.is_ready else 503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        engine = _engine(desk)
+        return _json(models_body(_name(desk, engine), created, engine.worker.rank.limits.max_context))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(desk, request, read_chat)
+
+    @app.post("/v1/completions")
+    async def text(request: Request) -> Response:
+        return await _answer(desk, request, read_text)
+
+
+def _admin_routes(app: FastAPI, desk: Desk) -> None:
+    @app.post("/admin/generate")
+    async def generate(request: Request) -> Response:
+        engine, body = _engine(desk), await request.body()
+        handed = _Handed()
+
+        def submit() -> Stream:
+            asked = read_generation(body)
+            return engine.submit(asked.prompt, asked.pictures, asked.params, asked.chat, handed.take)
+
+        stream = await _in_thread(submit)
+        return StreamingResponse(_lines(engine, stream, handed.queue), media_type="application/x-ndjson")
+
+    @app.get("/admin/info")
+    async def info() -> Response:
+        return _json(_engine(desk).info())
+
+    @app.get("/admin/ledger")
+    async def ledger() -> Response:
+        return _json(_engine(desk).ledger())
+
+    @app.get("/admin/memory")
+    async def memory() -> Response:
+        return _json(await _in_thread(_engine(desk).memory))
+
+    @app.post("/admin/profile")
+    async def profile(prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> Response:
+        return _json(await _in_thread(lambda: _engine(desk).profile(prompt_tokens, decode_steps, batch)))
+
+    @app.post("/admin/trace")
+    async def trace(request: Request) -> Response:
+        body, query = await request.body(), dict(request.query_params)
+        engine = _engine(desk)
+
+        def run() -> bytes:
+            return safetensors.numpy.save(engine.trace(**trace_arguments(body, query)))
+
+        return Response(await _in_thread(run), media_type="application/octet-stream")
+
+    @app.post("/admin/drain")
+    async def drain() -> Response:
+        await _in_thread(_engine(desk).drain)
+        return _json({"status": "draining"})
+
+    @app.post("/admin/stop")
+    async def stop() -> Response:
+        _engine(desk).close()
+        return _json({"status": "stopped"})
+
+
+async def _answer(desk: Desk, request: Request, read: Callable[[bytes, int], Ask]) -> Response:
+    """One completion of either kind, streamed or whole. A client that goes away ends its request."""
+    engine = _engine(desk)
+    if engine.status == "draining":
+        raise Refused(fatal("not-available", "the engine is draining", next="send the request to another engine"))
+    body = await request.body()
+    ask = await run_in_threadpool(read, body, desk.options.default_max_tokens)
+    name = _name(desk, engine)
+    if ask.model != name:
+        return _json(
+            error_body(
+                f"there is no model {ask.model!r} here; it is {name!r}", "invalid_request_error", "model_not_found"
+            ),
+            404,
+        )
+    handed = _Handed()
+    stream = await run_in_threadpool(_submit, engine, ask, handed.take)
+    queue = handed.queue
+    writer = Writer(ask, engine.frontend.token_bytes)
+    if ask.stream:
+        return StreamingResponse(_events(engine, stream, queue, writer), media_type="text/event-stream")
+    return await _whole(engine, stream, queue, writer, request)
+
+
+class _Handed:
+    """Deltas on their way from the engine's thread to the event loop that made this."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def take(self, delta: Delta) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody reads any more
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, delta)
+
+
+async def _lines(engine: Engine, stream: Stream, queue: asyncio.Queue[Delta]) -> AsyncIterator[bytes]:
+    """Deltas as lines of JSON; when the client is gone this is cancelled, and the request with it."""
+    try:
+        while True:
+            delta = await queue.get()
+            yield msgspec.json.encode(delta) + b"\n"
+            if delta.finish is not None:
+                return
+    finally:
+        if not stream.is_over:
+            engine.abort(stream)
+
+
+def _submit(engine: Engine, ask: Ask, listener: Callable[[Delta], None]) -> Stream:
+    return engine.submit(ask.prompt, ask.pictures, ask.params, chat=False, listener=listener, clip=ask.default_tokens)
+
+
+async def _events(engine: Engine, stream: Stream, queue: asyncio.Queue[Delta], writer: Writer) -> AsyncIterator[bytes]:
+    """Server-sent events; when the client is gone this is cancelled, and the request with it."""
+    try:
+        while True:
+            delta = await queue.get()
+            if delta.finish == "error":
+                yield _event(error_body(delta.error or "the engine failed", "server_error", "engine_failed"))
+                return
+            chunk = writer.chunk(delta)
+            if chunk is not None:
+                yield _event(chunk)
+            if delta.finish is not None:
+                if writer.ask.include_usage and delta.usage is not None:
+                    yield _event(writer.last_chunk(delta.usage))
+                yield b"data: [DONE]\n\n"
+                return
+    finally:
+        if not stream.is_over:
+            engine.abort(stream)
+
+
+async def _whole(
+    engine: Engine, stream: Stream, queue: asyncio.Queue[Delta], writer: Writer, request: Request
+) -> Response:
+    """All deltas in one body, unless the client leaves first."""
+
+    async def collect() -> list[Delta]:
+        deltas = [await queue.get()]
+        while deltas[-1].finish is None:
+            deltas.append(await queue.get())
+        return deltas
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    collecting, leaving = asyncio.ensure_future(collect()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=499)
+        deltas = collecting.result()
+    finally:
+        collecting.cancel()
+        leaving.cancel()
+        if not stream.is_over:
+            engine.abort(stream)
+    if deltas[-1].finish == "error":
+        return _json(error_body(deltas[-1].error or "the engine failed", "server_error", "engine_failed"), 500)
+    return _json(writer.whole(deltas))
+
+
+class Gate:
+    """Lets in who has the token; without a token, only requests that name this machine (a page in a browser cannot)."""
+
+    def __init__(self, app: ASGIApp, options: HostOptions) -> None:
+        self._app = app
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            headers = dict(scope["headers"])
+            if not _may_enter(self._options, headers.get(b"authorization", b"").decode("latin-1")):
+                body = error_body("this engine wants a bearer token", "authentication_error", "invalid_api_key")
+                await _json(body, 401)(scope, receive, send)
+                return
+            if self._options.token is None:
+                host = headers.get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
+                if host not in LOOPBACK_NAMES:
+                    body = error_body(f"host {host!r} is not this machine", "invalid_request_error", "bad_host")
+                    await _json(body, 403)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _may_enter(options: HostOptions, authorization: str) -> bool:
+    """Whether the header carries the token, if there is one; compared in constant time."""
+    if options.token is None:
+        return True
+    return hmac.compare_digest(authorization.encode("latin-1"), f"Bearer {options.token}".encode())
+
+
+class BodyLimit:
+    """Refuses bodies over the limit of their path: at once if the length is announced, else when they grow past it."""
+
+    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
+        self._app = app
+        self._limit_of = limit_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._limit_of(scope["path"])
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if not announced.isdigit() or int(announced) > limit:
+            await _too_large(limit, announced.decode("latin-1"))(scope, receive, send)
+            return
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > limit:
+                raise _TooLarge
+            return message
+
+        try:
+            await self._app(scope, bounded, send)
+        except _TooLarge:
+            await _too_large(limit, f"more than {limit}")(scope, receive, send)
+
+
+class _TooLarge(Exception):
+    """A body grew past its limit."""
+
+
+def _too_large(limit: int, found: str) -> JSONResponse:
+    message = f"the request's body is too large: at most {limit} bytes, found {found} bytes"
+    return _json(error_body(message, "invalid_request_error", "body_too_large"), 413)
+
+
+def _limit_of(path: str, options: HostOptions) -> int:
+    return options.trace_limit_bytes if path == "/admin/trace" else options.body_limit_bytes
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refused):
+        finding = error.findings[0]
+        status = STATUS_OF_CODE.get(finding.code, 400)
+        kind = "invalid_request_error" if status == 400 else "server_error"
+        body = error_body(str(error), kind, finding.code)
+        body["error"]["findings"] = error.findings
+        return _json(body, status)
+    if isinstance(error, EngineFailed):
+        return _json(error_body(str(error), "server_error", "engine_failed"), 503)
+    return _json(error_body(str(error), "server_error"), 500)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return _json(
+        error_body(f"{type(error).__name__} in {request.url.path}; see the log of rank 0", "server_error"), 500
+    )
+
+
+async def _on_missing(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    return _json(error_body(f"{request.method} {request.url.path} is not served", "invalid_request_error"), status)
+
+
+async def _in_thread(call: Callable[[], Result]) -> Result:
+    return await run_in_threadpool(call)
+
+
+def _engine(desk: Desk) -> Engine:
+    if desk.engine is None or desk.engine.status == "starting":
+        health = desk.health()
+        if health.failure is not None:
+            raise EngineFailed(str(health.failure), health.failure)
+        raise Refused(
+            fatal("not-available", f"the engine is starting: {health.stage}", next="wait until /health says ready")
+        )
+    return desk.engine
+
+
+def _name(desk: Desk, engine: Engine) -> str:
+    return desk.options.model_name or engine.worker.rank.checkpoint.name
+
+
+class _Json(JSONResponse):
+    """msgspec's JSON: structs as they are, never NaN (null instead)."""
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def _json(content: Any, status: int = 200) -> JSONResponse:
+    return _Json(content, status)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,0 +1,250 @@
+"""The process that starts the ranks of this machine by forking, watches them and ends them; it computes nothing.
+
+It imports torch once and forks, so N ranks do not import it N times. Its owner is the process that started it: when the
+owner is gone, and the host was not started detached, every rank is killed. When the supervisor itself is killed, the
+system kills the ranks (Linux: a parent-death signal; elsewhere the end of the line does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.health import Failure, Status, Watch
+from firstlight.engine.serving.line import Line, Note, line_pair
+from firstlight.engine.serving.options import EngineOptions, HostOptions
+
+HANDLE = "host.json"
+LOOK_PERIOD_S = 0.1
+PR_SET_PDEATHSIG = 1
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor is told to do; `owner_pid` and `owner_fd` are None when it is detached."""
+
+    engine: EngineOptions
+    host: HostOptions
+    run_dir: str
+    owner_pid: int | None = None
+    owner_fd: int | None = None
+
+
+class Handle(msgspec.Struct, kw_only=True):
+    """The state of a host, kept in its run directory (`host.json`): how to reach it, and what became of it."""
+
+    status: Status
+    run_dir: str
+    checkpoint: str
+    mesh: Mesh
+    pid: int
+    pids: tuple[int, ...] = ()
+    url: str | None = None
+    token: str | None = None
+    detached: bool = False
+    failure: Failure | None = None
+    started_s: float = 0.0
+
+    def write(self) -> None:
+        """Replace the file at once, so that readers never see half of it; only this user may read it."""
+        path = Path(self.run_dir) / HANDLE
+        draft = path.with_suffix(".draft")
+        draft.touch(mode=0o600)
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        draft.replace(path)
+
+
+def main() -> int:
+    """Read an `Order` from standard input and carry it out; 0 when the host was stopped, 1 when it failed."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    from firstlight.engine.serving import rank  # imports torch, once for all ranks
+
+    supervisor = Supervisor(order)
+    try:
+        supervisor.fork(rank.run_rank)
+        return supervisor.watch()
+    finally:
+        supervisor.kill_all()
+
+
+class Supervisor:
+    """One host's ranks on this machine."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        mesh = order.engine.mesh
+        self.handle = Handle(
+            status="starting",
+            run_dir=order.run_dir,
+            checkpoint=order.engine.checkpoint,
+            mesh=mesh,
+            pid=os.getpid(),
+            token=order.host.token,
+            detached=order.owner_pid is None,
+            started_s=time.time(),
+        )
+        self._lines: dict[int, Line] = {}
+        self._pids: dict[int, int] = {}  # of ranks that live
+        self._left = False
+        self._reported: Failure | None = None  # by a rank itself
+        self._watch = Watch(
+            mesh.world_size,
+            order.host.deadline_s,
+            order.host.stage_deadlines_s,
+            order.host.step_deadline_s,
+        )
+
+    def fork(self, run_rank: object) -> None:
+        """Start every rank. Nothing here has threads yet, so a fork is a whole process."""
+        for index in range(self.order.engine.mesh.world_size):
+            ours, theirs = line_pair()
+            pid = os.fork()
+            if pid == 0:
+                for line in (*self._lines.values(), ours):
+                    line.close()
+                _become_rank(self.order, index, theirs, run_rank)
+            theirs.close()
+            self._lines[index], self._pids[index] = ours, pid
+        self.handle.pids = tuple(self._pids.values())
+        self.handle.write()
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def watch(self) -> int:
+        """Follow the ranks until they have left or one is lost."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        for line in self._lines.values():
+            line.send(Note(store_port=store.port))
+        while self._pids:
+            self._read_lines(LOOK_PERIOD_S)
+            failure = self._reported or self._exited() or self._silent(store)
+            if failure is not None:
+                return self._fail(failure)
+            if self._owner_is_gone() or self._left:
+                break
+        self.kill_all()
+        self._set(status="stopped")
+        return 0
+
+    def kill_all(self) -> None:
+        """No rank survives this; a stopped process dies of SIGKILL too."""
+        self._kill(tuple(self._pids))
+
+    def _fail(self, failure: Failure) -> int:
+        """One rank is lost: tell rank 0, which goes on to say so over HTTP for a while; kill the others at once."""
+        self._set(status="failed", failure=failure)
+        print(f"firstlight host: {failure}", file=sys.stderr, flush=True)
+        can_speak = failure.rank != 0 or self._reported is not None
+        survives = can_speak and 0 in self._pids and 0 in self._lines and self._lines[0].send(Note(failure=failure))
+        self._kill(tuple(rank for rank in self._pids if rank != 0 or not survives))
+        until_s = time.monotonic() + self.order.host.linger_s
+        while self._pids and time.monotonic() < until_s and not self._owner_is_gone() and not self._left:
+            self._read_lines(LOOK_PERIOD_S)
+            self._exited()
+        self.kill_all()
+        return 1
+
+    def _kill(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            os.kill(self._pids[rank], signal.SIGKILL)
+        for rank in ranks:
+            os.waitpid(self._pids.pop(rank), 0)
+
+    def _read_lines(self, timeout_s: float) -> None:
+        readable, _, _ = select.select(list(self._lines.values()), (), (), timeout_s)
+        for line in readable:
+            rank = next(index for index, own in self._lines.items() if own is line)
+            notes = line.read()
+            if notes is None:
+                del self._lines[rank]  # its exit tells more
+                continue
+            for note in notes:
+                self._take(note)
+
+    def _take(self, note: Note) -> None:
+        if note.url is not None:
+            self._set(url=note.url)
+        if note.status is not None and self.handle.status != "failed":
+            self._set(status=note.status)
+        if note.failure is not None:
+            self._reported = self._reported or note.failure
+
+    def _exited(self) -> Failure | None:
+        """Collect ranks that have ended; a failure if one should not have."""
+        for rank, pid in tuple(self._pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done == 0:
+                continue
+            del self._pids[rank]
+            code = os.waitstatus_to_exitcode(status)
+            if code == 0:
+                continue
+            self._read_lines(0.0)
+            if self._reported is not None:  # its last words
+                return self._reported
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
+            return Failure(rank=rank, phase=self._watch.phase_of(rank), reason=how)
+        return None
+
+    def _silent(self, store: object) -> Failure | None:
+        self._watch.look(store)  # type: ignore[arg-type]
+        failure = self._watch.judge()
+        return failure if failure is not None and failure.rank in self._pids else None
+
+    def _owner_is_gone(self) -> bool:
+        """The owner's death changes our parent; a pipe that it held ends as well."""
+        order = self.order
+        if order.owner_pid is None:
+            return False
+        if os.getppid() != order.owner_pid:
+            return True
+        if order.owner_fd is None:
+            return False
+        readable, _, _ = select.select([order.owner_fd], (), (), 0)
+        return bool(readable) and os.read(order.owner_fd, 1) == b""
+
+    def _on_term(self, _signal: int, _frame: object) -> None:
+        self._left = True
+
+    def _set(self, **changes: object) -> None:
+        for name, value in changes.items():
+            setattr(self.handle, name, value)
+        self.handle.write()
+
+
+def _become_rank(order: Order, index: int, line: Line, run_rank: object) -> NoReturn:
+    """In the child: die with the supervisor, write to a log of its own, run, leave without the parent's clean-up."""
+    code = 1
+    try:
+        _die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        log = os.open(Path(order.run_dir) / f"rank{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        code = run_rank(order, index, line)  # type: ignore[operator]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
