@@ -5,8 +5,13 @@ Source of the format: https://github.com/huggingface/safetensors (README, "Forma
 
 from __future__ import annotations
 
+import json
 import math
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
@@ -15,22 +20,32 @@ from firstlight.engine.findings import Finding, fatal, warning
 
 LIBRARY_CAP_BYTES = 100_000_000  # what the safetensors library accepts; larger headers are ours alone to read
 HEADER_LIMIT_BYTES = 1 << 30
+STEP_BYTES = 4 << 20  # a header is read in steps, so that a sparse file costs no more memory than it holds
+MAX_DIMS = 64
+METADATA = "__metadata__"
 
 DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
-    "C64": 64,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
 _MAGIC = {
     b"PK\x03\x04": "a zip archive (a torch checkpoint?)",
     b"\x80\x02": "a Python pickle",
+    b"\x80\x03": "a Python pickle",
     b"\x80\x04": "a Python pickle",
+    b"\x80\x05": "a Python pickle",
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a numpy array",
+    b"\x1f\x8b": "a gzip archive",
     b"version https": "a Git LFS pointer: the weights themselves were not fetched",
-    b"<!DO": "a web page: a download that went wrong",
+    b"<!": "a web page: a download that went wrong",
     b"<htm": "a web page: a download that went wrong",
+    b"<HTM": "a web page: a download that went wrong",
+    b"<?xm": "an XML page: a download that went wrong",
+    b'{"': "JSON text: a download that went wrong, or an index",
 }
 
 
@@ -45,12 +60,16 @@ class TensorInfo(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Entry(msgspec.Struct, gc=False):
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] | None = None
+    dtype: str | None = None
+    shape: tuple[_Size, ...] | None = None
+    data_offsets: tuple[_Size, _Size] | None = None
 
 
+_Entries = Mapping[str, _Entry]
 _decode = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
@@ -74,39 +93,70 @@ def read_header(path: Path) -> Header:
     Reads the length and the header only. Memory is bounded by what the file really holds, whatever it claims.
     """
     file = path.name
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        start = stream.read(16)
-        length = int.from_bytes(start[:8], "little") if len(start) >= 8 else 0
-        _refuse_other_formats(file, start, size)
-        if length > HEADER_LIMIT_BYTES:
-            raise Refused(
-                fatal(
-                    "header-too-large",
-                    f"{file} claims a header of {length:,} bytes ({length / 2**20:,.0f} MiB)",
-                    file=file,
-                    expected=f"at most {HEADER_LIMIT_BYTES:,} bytes",
-                    found=f"{length:,} bytes in a file of {size:,}",
-                    next="fetch the file again; its first eight bytes are not a sane length",
-                )
-            )
-        if 8 + length > size:
-            raise Refused(_truncated(file, 8 + length, size, ()))
-        stream.seek(8)
-        raw = stream.read(length)
-    return _check(file, size, length, _parse(file, raw))
+    try:
+        with _open(path) as stream:
+            size = path.stat().st_size
+            start = stream.read(16)
+            length = int.from_bytes(start[:8], "little")
+            _refuse_other_formats(file, start, size, length)
+            if 8 + length > size:
+                raise Refused(_truncated(file, 8 + length, size, ()))
+            stream.seek(8)
+            text = _read_text(file, stream, length)
+    except OSError as error:
+        raise Refused(_unreadable(path, error)) from error
+    return _check(file, size, length, *_parse(file, text))
 
 
-def _refuse_other_formats(file: str, start: bytes, size: int) -> None:
+def _open(path: Path) -> BinaryIO:
+    """The file for reading; anything that is not a regular file is refused before it can block or fail."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = "a directory" if path.is_dir() else "no regular file"
+        raise Refused(_foreign(path.name, f"it is {kind}"))
+    return path.open("rb")
+
+
+def _unreadable(path: Path, error: OSError) -> Finding:
+    if path.is_symlink() and not path.exists():
+        return fatal(
+            "missing-shard",
+            f"{path.name} is a link to {path.readlink()}, which is not there",
+            file=path.name,
+            expected="a file",
+            found="a dangling link",
+            next=f"fetch {path.name} itself, or copy the link's target along",
+        )
+    return fatal(
+        "read-failed",
+        f"{path.name} cannot be read: {error.strerror}",
+        file=path.name,
+        expected="a readable file",
+        found=error.strerror,
+        next="check the permissions of the file and the health of the storage",
+    )
+
+
+def _refuse_other_formats(file: str, start: bytes, size: int, length: int) -> None:
+    """A sane length and '{' behind it is a header; everything else is told apart by its first bytes."""
+    if start[8:9] == b"{" and length <= HEADER_LIMIT_BYTES:
+        return
     for magic, what in _MAGIC.items():
         if start.startswith(magic):
             raise Refused(_foreign(file, f"starts with {magic[:4]!r}: {what}"))
-    if size < 10:
-        if len(start) == 9 and start[8:9] == b"{":
-            return  # a header that was cut off: the length decides what to say
-        raise Refused(_foreign(file, f"{size} bytes in all"))
+    if size < 10 and start[8:9] != b"{":
+        raise Refused(_foreign(file, f"{size} bytes in all" if size else "an empty file"))
     if start[8:9] != b"{":
         raise Refused(_foreign(file, f"byte 9 is {start[8:9]!r}"))
+    raise Refused(
+        fatal(
+            "header-too-large",
+            f"{file} claims a header of {length:,} bytes ({length / 2**20:,.0f} MiB)",
+            file=file,
+            expected=f"at most {HEADER_LIMIT_BYTES:,} bytes",
+            found=f"{length:,} bytes in a file of {size:,}",
+            next="fetch the file again; its first eight bytes are not a sane length",
+        )
+    )
 
 
 def _foreign(file: str, found: str) -> Finding:
@@ -132,92 +182,201 @@ def _truncated(file: str, expected: int, size: int, tensors: tuple[str, ...]) ->
     )
 
 
-def _parse(file: str, raw: bytes) -> dict[str, _Entry]:
-    try:
-        return _decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise Refused(
-            fatal(
-                "header-invalid",
-                f"the header of {file} is not valid: {error}",
-                file=file,
-                expected="JSON of tensor name -> dtype, shape, data_offsets",
-                found=repr(raw[:60]),
-                next="fetch the file again",
+def _read_text(file: str, stream: BinaryIO, length: int) -> bytearray:
+    """The JSON text; a zero byte, as in a hole of a sparse file, ends the reading since no JSON text has one."""
+    text = bytearray()
+    while len(text) < length:
+        part = stream.read(min(STEP_BYTES, length - len(text)))
+        zero = part.find(0)
+        if zero >= 0 or not part:
+            where = 8 + len(text) + max(zero, 0)
+            what = "a zero byte" if part else "the end of the file"
+            raise Refused(
+                fatal(
+                    "header-invalid",
+                    f"the header of {file} is not text: {what} at byte {where:,}",
+                    file=file,
+                    expected=f"{length:,} bytes of JSON",
+                    found=f"{what} at byte {where:,}",
+                    next="fetch the file again: a download that reserved the file first was not finished",
+                )
             )
-        ) from error
+        text += part
+    return text
 
 
-def _check(file: str, size: int, length: int, entries: dict[str, _Entry]) -> Header:
+def _parse(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
+    """Entries by name. The fast parser keeps the last of two equal keys: where there may be any, look closely."""
+    try:
+        entries = _decode(text)
+        named = sum(name != METADATA for name in entries)
+        if all(text.count(f'"{key}"'.encode()) == named for key in _Entry.__struct_fields__) and b"\\" not in text:
+            return entries, []
+        return _parse_closely(file, text)
+    except msgspec.ValidationError:
+        return _parse_closely(file, text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(_not_json(file, text, str(error))) from error
+    except RecursionError as error:
+        raise Refused(_not_json(file, text, "values nested too deeply")) from error
+
+
+def _not_json(file: str, text: bytearray, problem: str) -> Finding:
+    return fatal(
+        "header-invalid",
+        f"the header of {file} is not valid: {problem}",
+        file=file,
+        expected="JSON of tensor name -> dtype, shape, data_offsets",
+        found=repr(bytes(text[:60])),
+        next="fetch the file again",
+    )
+
+
+def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
+    """The same, slowly: names the entries that are wrong and the keys that occur twice."""
+    twice: dict[str, None] = {}
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            counts = Counter(key for key, _ in items)
+            twice.update((_readable(key), None) for key, count in counts.items() if count > 1)
+        return found
+
+    try:
+        raw = json.loads(text.decode(), object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        problem = "values nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Refused(_not_json(file, text, problem)) from error
+    if not isinstance(raw, dict):
+        raise Refused(_not_json(file, text, f"it is {type(raw).__name__}, not an object"))
+    groups: dict[str, list[str]] = {}
+    entries: dict[str, _Entry] = {}
+    for name, value in raw.items():
+        if _readable(name) != name:
+            groups.setdefault("a name that is no text", []).append(_readable(name))
+            continue
+        try:
+            entries[name] = _Entry() if name == METADATA else msgspec.convert(value, _Entry)
+        except msgspec.ValidationError as error:
+            groups.setdefault(str(error), []).append(name)
+    findings = [
+        _invalid(file, names, problem, "dtype text, shape and data_offsets sizes", problem)
+        for problem, names in groups.items()
+    ]
+    if twice:
+        problem = "a key that occurs twice"
+        findings.append(_invalid(file, list(twice), problem, "every key once", "two values for one key"))
+    return entries, findings
+
+
+def _readable(name: str) -> str:
+    """The name with halves of surrogate pairs, which are no text, spelt out."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _check(file: str, size: int, length: int, entries: _Entries, findings: list[Finding]) -> Header:
     base = 8 + length
     tensors: list[TensorInfo] = []
-    findings: list[Finding] = []
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        problem = _entry_problem(entry)
-        if problem or entry.data_offsets is None:
-            findings.append(_invalid(file, (name,), problem or "data_offsets are missing"))
-            continue
-        begin, end = entry.data_offsets
-        tensors.append(TensorInfo(name, entry.dtype, entry.shape, file, base + begin, end - begin))
-    tensors.sort(key=lambda tensor: tensor.offset_bytes)
+    wrong: dict[str, list[tuple[str, str, str]]] = {}
     end = base
-    for tensor in tensors:
-        if tensor.offset_bytes != end:
-            kind = "overlaps the one before" if tensor.offset_bytes < end else "leaves a gap before it"
-            findings.append(_invalid(file, (tensor.name,), f"{tensor.name} {kind}"))
-        end = max(end, tensor.offset_bytes + tensor.nbytes)
-    if end > size:
-        cut = tuple(tensor.name for tensor in tensors if tensor.offset_bytes + tensor.nbytes > size)
-        findings.append(_truncated(file, end, size, cut))
-    elif end < size:
-        findings.append(
-            fatal(
-                "trailing-bytes",
-                f"{file} holds {size - end:,} bytes that no tensor claims",
-                file=file,
-                expected=f"{end:,} bytes",
-                found=f"{size:,} bytes",
-                next="fetch the file again: header and contents do not belong together",
-            )
-        )
+    for name, entry in entries.items():
+        bits, shape, offsets = DTYPE_BITS.get(entry.dtype or ""), entry.shape, entry.data_offsets
+        if (
+            bits is None
+            or shape is None
+            or offsets is None
+            or len(shape) > MAX_DIMS
+            or (offsets[1] - offsets[0]) * 8 != math.prod(shape) * bits
+        ):
+            if name != METADATA:
+                kind, expected, found = _entry_problem(entry)
+                wrong.setdefault(kind, []).append((name, expected, found))
+                end = max(end, base + offsets[1]) if offsets else end
+            continue
+        tensors.append(TensorInfo(name, entry.dtype or "", shape, file, base + offsets[0], offsets[1] - offsets[0]))
+    if not wrong and not findings:
+        wrong.update(_layout(base, tensors))
+    end = max(end, max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=base))
+    for kind, cases in wrong.items():
+        _, expected, found = cases[0]
+        findings.append(_invalid(file, [name for name, _, _ in cases], kind, expected, found))
+    findings.extend(_size_problems(file, size, end, tensors, whole=not findings))
     if length > LIBRARY_CAP_BYTES:
-        findings.append(
-            warning(
-                "header-too-large",
-                f"the header of {file} is {length / 2**20:.0f} MiB with {len(tensors):,} tensors: "
-                "over the 100 MB cap of the safetensors library, read here all the same",
-                file=file,
-                expected=f"at most {LIBRARY_CAP_BYTES:,} bytes",
-                found=f"{length:,} bytes",
-                next="other tools will refuse this file; split it into more shards",
-            )
-        )
+        findings.append(_over_the_cap(file, length, len(tensors)))
     return Header(file, size, tuple(tensors), tuple(findings))
 
 
-def _entry_problem(entry: _Entry) -> str | None:
-    if entry.data_offsets is None:
-        return "data_offsets are missing"
+def _layout(base: int, tensors: list[TensorInfo]) -> Mapping[str, list[tuple[str, str, str]]]:
+    """Sorts tensors by place and finds those that do not begin where the one before ends."""
+    tensors.sort(key=lambda tensor: (tensor.offset_bytes, tensor.nbytes))
+    wrong: dict[str, list[tuple[str, str, str]]] = {}
+    end = base
+    for tensor in tensors:
+        if tensor.offset_bytes != end:
+            kind = "overlaps the tensor before it" if tensor.offset_bytes < end else "leaves a gap before it"
+            case = (tensor.name, f"data from byte {end - base:,}", f"data from byte {tensor.offset_bytes - base:,}")
+            wrong.setdefault(kind, []).append(case)
+        end = max(end, tensor.offset_bytes + tensor.nbytes)
+    return wrong
+
+
+def _size_problems(file: str, size: int, end: int, tensors: list[TensorInfo], whole: bool) -> Iterator[Finding]:
+    if end > size:
+        cut = tuple(tensor.name for tensor in tensors if tensor.offset_bytes + tensor.nbytes > size)
+        yield _truncated(file, end, size, cut)
+    elif end < size and whole:
+        yield fatal(
+            "trailing-bytes",
+            f"{file} holds {size - end:,} bytes that no tensor claims",
+            file=file,
+            expected=f"{end:,} bytes",
+            found=f"{size:,} bytes",
+            next="fetch the file again: header and contents do not belong together",
+        )
+
+
+def _over_the_cap(file: str, length: int, count: int) -> Finding:
+    return warning(
+        "header-too-large",
+        f"the header of {file} is {length / 2**20:.0f} MiB with {count:,} tensors: "
+        "over the 100 MB cap of the safetensors library, read here all the same",
+        file=file,
+        expected=f"at most {LIBRARY_CAP_BYTES:,} bytes",
+        found=f"{length:,} bytes",
+        next="other tools will refuse this file; split it into more shards",
+    )
+
+
+def _entry_problem(entry: _Entry) -> tuple[str, str, str]:
+    """What kind of problem an entry has, what was expected and what was found."""
+    absent = [key for key in _Entry.__struct_fields__ if getattr(entry, key) is None]
+    if entry.dtype is None or entry.shape is None or entry.data_offsets is None:
+        return f"an entry without {' and '.join(absent)}", "dtype, shape and data_offsets", f"no {', '.join(absent)}"
     if entry.dtype not in DTYPE_BITS:
-        return f"dtype {entry.dtype!r} is unknown"
-    if any(size < 0 for size in entry.shape):
-        return f"shape {entry.shape} has a negative size"
+        return "an unknown dtype", "one of " + ", ".join(DTYPE_BITS), entry.dtype[:40]
+    if len(entry.shape) > MAX_DIMS:
+        return "a shape of too many dims", f"at most {MAX_DIMS} dims", f"{len(entry.shape):,} dims"
     begin, end = entry.data_offsets
-    needed = dtype_bytes(entry.dtype, math.prod(entry.shape))
-    if begin < 0 or end - begin != needed:
-        return f"data_offsets span {end - begin:,} bytes, shape and dtype need {needed:,}"
-    return None
+    bits = math.prod(entry.shape) * DTYPE_BITS[entry.dtype]
+    form = f"{entry.dtype} {list(entry.shape)}"[:120]
+    if bits % 8:
+        return "a packed tensor that ends inside a byte", "a whole number of bytes", f"{form}: {bits % 8} bits over"
+    return "a length that is not its shape's", f"{_amount(bits // 8)} for {form}", f"{_amount(end - begin)}"
 
 
-def _invalid(file: str, tensors: tuple[str, ...], problem: str) -> Finding:
+def _amount(nbytes: int) -> str:
+    return f"{nbytes:,} bytes" if abs(nbytes) < 1 << 80 else "more than 2^80 bytes"
+
+
+def _invalid(file: str, names: list[str], problem: str, expected: str, found: str) -> Finding:
+    more = f", and {len(names) - 1:,} tensors more" if len(names) > 1 else ""
     return fatal(
         "header-invalid",
-        f"the header of {file} is inconsistent: {problem}",
+        f"the header of {file} is inconsistent: {names[0]!r}{more}: {problem}",
         file=file,
-        tensors=tensors,
-        expected="tensors back to back, each as long as its shape and dtype say",
-        found=problem,
+        tensors=tuple(names),
+        expected=expected,
+        found=found,
         next="fetch the file again, or report it to whoever wrote it",
     )
