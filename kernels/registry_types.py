@@ -31,15 +31,19 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """One way to compute an operator: where its code is and where it can be used."""
+    """One way to compute an operator: where its code is and where it can be used.
+
+    `attribute` of `module` is the function itself; or, with `per_choice`, makes one that keeps what it learns.
+    """
 
     operator: str
     name: str
     module: str
     attribute: str
     supports: Callable[[Situation], Verdict]
+    per_choice: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Import the code; an ImportError here is a fault to be seen, not a reason to take another implementation."""
         function: Callable[..., Any] = getattr(import_module(self.module), self.attribute)
-        return function
+        return function() if self.per_choice else function

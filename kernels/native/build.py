@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
     """
     path = _cache_directory() / f"native-{_fingerprint()}.so"
     if not path.exists():
-        _compile(path)
+        compile_library(path)
     loaded = ctypes.CDLL(str(path))
     loaded.firstlight_has_bf16_dot.restype = ctypes.c_int
     return loaded
@@ -128,7 +128,7 @@ def _cache_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="firstlight-"))
 
 
-def _compile(path: Path) -> None:
+def compile_library(path: Path, *flags: str) -> None:
     """Compile to a name of our own, then move it into place, so that ranks that start together do no harm."""
     compiler, runtime = _compiler(), openmp_runtime()
     assert compiler is not None
@@ -138,7 +138,7 @@ def _compile(path: Path) -> None:
         object_file = Path(scratch) / "library.o"
         source = KERNELS / "native" / "library.cpp"
         for command in (
-            [compiler, *FLAGS, _target(), "-c", str(source), "-o", str(object_file)],
+            [compiler, *FLAGS, _target(), *flags, "-c", str(source), "-o", str(object_file)],
             # Linked without -fopenmp, against the runtime that is loaded: its threads are torch's.
             [compiler, "-shared", str(object_file), str(runtime), "-o", str(made)],
         ):

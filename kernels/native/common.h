@@ -10,11 +10,16 @@
 #include <cstring>
 #include <omp.h>
 
+#ifndef HAS_BF16_DOT
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define HAS_BF16_DOT 1
-#include <immintrin.h>
 #else
 #define HAS_BF16_DOT 0
+#endif
+#endif
+
+#if HAS_BF16_DOT
+#include <immintrin.h>
 #endif
 
 #define FORCE_INLINE inline __attribute__((always_inline))

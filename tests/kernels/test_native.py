@@ -1,0 +1,62 @@
+"""The native library: compiled once, in place at once, for other CPUs too, and loud when the compiler fails."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from firstlight.kernels.native import build
+
+pytestmark = pytest.mark.skipif(not build.available()[0], reason=build.available()[1])
+
+
+def test_the_threads_are_those_of_torch() -> None:
+    """A second OpenMP runtime would be a second pool of threads on the same cores."""
+    build.library()
+    runtimes = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if any(name in line for name in ("libgomp", "libiomp", "libomp"))
+    }
+    assert runtimes == {str(build.openmp_runtime())}
+
+
+def test_the_library_is_found_again_and_a_change_makes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build._fingerprint()
+    assert build._fingerprint() == first
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
+    assert build._fingerprint() != first
+
+
+def test_a_failing_compiler_is_an_error_that_shows_its_words(tmp_path: Path) -> None:
+    with pytest.raises(build.NativeBuildError, match="-fno-such-flag"):
+        build.compile_library(tmp_path / "native.so", "-fno-such-flag")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    possible, reason = build.available.__wrapped__()
+    assert not possible
+    assert "no-such-compiler" in reason
+
+
+def test_a_cpu_without_bfloat16_dot_products_gets_the_same_product_to_rounding(tmp_path: Path) -> None:
+    path = tmp_path / "portable.so"
+    build.compile_library(path, "-DHAS_BF16_DOT=0")
+    portable = ctypes.CDLL(str(path))
+    assert not portable.firstlight_has_bf16_dot()
+    weight_FH, bias_F = (torch.randn(67, 131) / 11).bfloat16(), torch.randn(67).bfloat16()
+    for rows in (1, 7, 30):
+        x_TH = torch.randn(rows, 131).bfloat16()
+        y_TF = torch.full((rows, 67), float("nan"), dtype=torch.bfloat16)
+        function = portable.firstlight_linear
+        function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
+        function(
+            weight_FH.data_ptr(), bias_F.data_ptr(), x_TH.data_ptr(), y_TF.data_ptr(), rows, 67, 131, 2
+        )  # fmt: skip
+        true = torch.nn.functional.linear(x_TH.double(), weight_FH.double(), bias_F.double())
+        torch.testing.assert_close(y_TF.double(), true, atol=1e-2, rtol=8e-3)
