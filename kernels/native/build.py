@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,9 @@ from firstlight.kernels.registry_types import Situation, Verdict
 
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
-_TYPES = MappingProxyType({"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float})
+_TYPES: Mapping[str, Any] = MappingProxyType(
+    {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+)
 KERNELS = Path(__file__).resolve().parent.parent
 
 
