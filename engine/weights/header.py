@@ -279,7 +279,6 @@ def _check(file: str, size: int, length: int, entries: _Entries, findings: list[
     base = 8 + length
     tensors: list[TensorInfo] = []
     wrong: dict[str, list[tuple[str, str, str]]] = {}
-    end = base
     for name, entry in entries.items():
         bits, shape, offsets = DTYPE_BITS.get(entry.dtype or ""), entry.shape, entry.data_offsets
         if (
@@ -292,12 +291,11 @@ def _check(file: str, size: int, length: int, entries: _Entries, findings: list[
             if name != METADATA:
                 kind, expected, found = _entry_problem(entry)
                 wrong.setdefault(kind, []).append((name, expected, found))
-                end = max(end, base + offsets[1]) if offsets else end
             continue
         tensors.append(TensorInfo(name, entry.dtype or "", shape, file, base + offsets[0], offsets[1] - offsets[0]))
     if not wrong and not findings:
         wrong.update(_layout(base, tensors))
-    end = max(end, max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=base))
+    end = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=base)
     for kind, cases in wrong.items():
         _, expected, found = cases[0]
         findings.append(_invalid(file, [name for name, _, _ in cases], kind, expected, found))
