@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.inputs import side_files
+from firstlight.engine.inputs.special_tokens import named_special_tokens
 
 if TYPE_CHECKING:
     import jinja2
@@ -44,7 +45,9 @@ class ChatTemplate:
     def open(
         cls, directory: str | Path, special_tokens: Mapping[str, str] | None = None, processor: bool = False
     ) -> Self:
-        """The chat template of a checkpoint directory; `processor`: look where a multimodal processor keeps it first.
+        """The chat template of a checkpoint directory.
+
+        `special_tokens`: read from the directory where None. `processor`: look where a processor keeps it first.
 
         Raises `Refused` (missing-side-file) when there is none, naming the places looked at.
         """
@@ -73,7 +76,9 @@ class ChatTemplate:
                     found=", ".join(sorted(templates)),
                 )
             )
-        return cls(templates["default"], file, special_tokens or {}, sorted(set(templates) - {"default"}))
+        if special_tokens is None:
+            special_tokens = named_special_tokens(directory)
+        return cls(templates["default"], file, special_tokens, sorted(set(templates) - {"default"}))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of a conversation; raises `Refused` (bad-request) when the template refuses or fails."""

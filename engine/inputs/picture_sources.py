@@ -15,8 +15,11 @@ from firstlight.engine.findings import fatal
 SHOWN_CHARACTERS = 48
 
 
-def read_source(source: bytes | str | Path, max_bytes: int) -> tuple[bytes, str]:
-    """The bytes of a picture and a name for messages; raises `Refused` (bad-image, not-found)."""
+def read_source(source: bytes | str | Path, max_bytes: int, files: bool = True) -> tuple[bytes, str]:
+    """The bytes of a picture and a name for messages; raises `Refused` (bad-image, not-found).
+
+    `files`: whether a text may be a path. A server must not let its clients name its files.
+    """
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         _check_size(len(data), max_bytes, f"{len(data)} bytes in memory")
@@ -27,6 +30,8 @@ def read_source(source: bytes | str | Path, max_bytes: int) -> tuple[bytes, str]
             return _from_data_url(source, max_bytes)
         if scheme.startswith(("http:", "https:", "ftp:", "file:", "s3:", "gs:")):
             _refuse_url(source)
+        if not files:
+            _refuse_url(source, "only data: URLs are pictures here")
     return _from_file(Path(source), max_bytes)
 
 
@@ -100,13 +105,13 @@ def _check_size(size: int, max_bytes: int, name: str) -> None:
         )
 
 
-def _refuse_url(url: str) -> NoReturn:
+def _refuse_url(url: str, message: str = "pictures are not fetched from other places") -> NoReturn:
     raise Refused(
         fatal(
             "bad-image",
-            "pictures are not fetched from the network",
+            message,
             file=_shown(url),
-            expected="a file or a data: URL",
+            expected="a data: URL",
             found=_shown(url),
             next="send the picture itself: data:image/png;base64,<data>",
         )

@@ -52,7 +52,8 @@ _DECODE_ERRORS = (
     KeyError,
     IndexError,
     EOFError,
-    OverflowError,
+    ArithmeticError,
+    RuntimeError,
     struct.error,
     zlib.error,
     UserWarning,
@@ -90,15 +91,18 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
     record: PictureRecord
 
 
-def open_picture(source: bytes | str | Path, apply_exif: bool = True, limits: PictureLimits | None = None) -> Picture:
+def open_picture(
+    source: bytes | str | Path, apply_exif: bool = True, limits: PictureLimits | None = None, files: bool = True
+) -> Picture:
     """A picture from the bytes of a file, a path, or a `data:` URL.
 
+    `files`: whether a text may be a path; a server passes false for what its clients send.
     Raises `Refused` (bad-image) with the limit and the actual value: file too large, not a picture, a format that is
     not decoded, too many pixels, truncated or broken data, values without a defined range; and for http(s) URLs, which
     are not fetched.
     """
     limits = limits or PictureLimits()
-    data, name = read_source(source, limits.max_file_bytes)
+    data, name = read_source(source, limits.max_file_bytes, files)
     image, notes, turned_by_decoder = _open(data, name, limits)
     return _upright_rgb(image, name, len(data), apply_exif, notes, turned_by_decoder)
 
@@ -168,7 +172,7 @@ def _upright_rgb(
     notes: list[str],
     turned_by_decoder: int | None = None,
 ) -> Picture:
-    is_animated = bool(getattr(image, "is_animated", False))
+    is_animated = _is_animated(image)
     if is_animated:
         notes.append("several frames or pages: the first is used")
     if image.info.get("icc_profile"):
@@ -199,6 +203,13 @@ def _upright_rgb(
         notes=tuple(notes),
     )
     return Picture(rgb, record)
+
+
+def _is_animated(image: Image.Image) -> bool:
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except _DECODE_ERRORS:  # what follows the first frame is broken
+        return True
 
 
 def _orientation(image: Image.Image, notes: list[str]) -> int | None:

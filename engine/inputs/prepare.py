@@ -43,31 +43,21 @@ class PreparedRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Prepared(msgspec.Struct, frozen=True, eq=False):
     """One input of a model.
 
-    `input_ids_1T` and `attention_mask_1T`: int64, one row. `tensors`: the image tensors under the vendor's names and
+    `input_ids` and `attention_mask` (all ones): [1, T] int64. `tensors`: the image tensors under the vendor's names and
     dtypes. `image_spans`: (start, count) of the placeholder tokens of each picture, in order. `text`: the prompt after
     the chat template, placeholders not expanded.
     """
 
-    input_ids_1T: NDArray[np.int64]
-    attention_mask_1T: NDArray[np.int64]
+    input_ids: NDArray[np.int64]
+    attention_mask: NDArray[np.int64]
     tensors: Mapping[str, NDArray[np.generic]]
     image_spans: tuple[tuple[int, int], ...]
     text: str
     record: PreparedRecord
 
-    @property
-    def input_ids(self) -> NDArray[np.int64]:
-        """Token ids [1, T]."""
-        return self.input_ids_1T
-
-    @property
-    def attention_mask(self) -> NDArray[np.int64]:
-        """Ones [1, T]: nothing is padded."""
-        return self.attention_mask_1T
-
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """Everything a file of it holds, by the vendor's names."""
-        return {"input_ids": self.input_ids_1T, "attention_mask": self.attention_mask_1T, **self.tensors}
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **self.tensors}
 
 
 class Processor:
@@ -111,7 +101,8 @@ class Processor:
         Raises `Refused`: bad-request where placeholders and pictures differ in number, bad-image, missing-side-file.
         """
         if not chat:
-            spelled = self.tokenizer.special_tokens_in(prompt)
+            placeholder = self.expansion.token if pictures else None
+            spelled = tuple(t for t in self.tokenizer.special_tokens_in(prompt) if t != placeholder)
             findings = [_spelled(spelled, note, "the text is given whole")] if spelled else []
             return self._prepare(prompt, pictures, add_special_tokens=True, findings=findings)
         parts = self.takes_pictures if pictures else self.takes_pictures and self.chat_template.takes_parts
@@ -128,7 +119,9 @@ class Processor:
         image part for each picture in order. Text parts become one text where the template takes only texts.
         `variables` are the template's own (tools, enable_thinking, ...). Raises `Refused` as `prepare` does.
         """
-        if not pictures and not self.chat_template.takes_parts:
+        if pictures:
+            _ = self.expansion  # refused here, before a template that knows no pictures fails on them
+        elif not self.chat_template.takes_parts:
             messages = with_plain_text(messages)
         spelled = tuple(dict.fromkeys(t for text in texts_of(messages) for t in self.tokenizer.special_tokens_in(text)))
         findings = [_spelled(spelled, warning, "the model takes it for its own")] if spelled else []
@@ -263,9 +256,14 @@ class Processor:
         )
 
 
-def prepare(directory: str | Path, prompt: str, pictures: Sequence[Picture] = (), chat: bool = False) -> Prepared:
-    """One prompt's input from a checkpoint directory; for many prompts keep a `Processor`. Raises `Refused`."""
-    return Processor.open(directory).prepare(prompt, pictures, chat)
+def prepare(
+    directory: str | Path, prompt: str | Sequence[Message], pictures: Sequence[Picture] = (), chat: bool = False
+) -> Prepared:
+    """One prompt's or conversation's input; for more than one keep a `Processor`. Raises `Refused`."""
+    processor = Processor.open(directory)
+    if isinstance(prompt, str):
+        return processor.prepare(prompt, pictures, chat)
+    return processor.prepare_messages(prompt, pictures)
 
 
 def _expand(text: str, token: str, counts: Sequence[int]) -> str:

@@ -12,12 +12,11 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.byte_pieces import Pieces, pieces_of
+from firstlight.engine.inputs.special_tokens import content_of, read_special_tokens
 from firstlight.engine.inputs.tokenizer_classes import BACKEND_NAMES, PIPELINES, Pipeline, effective_class
 
 if TYPE_CHECKING:
     import tokenizers
-
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # What transformers strips after decoding where `clean_up_tokenization_spaces` is on.
 CLEAN_UP = (
@@ -97,7 +96,7 @@ class Tokenizer:
 
         backend = _load(path, text)
         findings = list(_override(backend, path, parsed, class_name, pipeline))
-        named, extra = _special_tokens(directory, options, pipeline)
+        named, extra = read_special_tokens(directory, options, pipeline)
         _add_tokens(backend, _listed_tokens(directory, options, parsed, named, extra), named, extra)
         if pipeline is not None and pipeline.mark_all_special:
             _mark_special(backend, [*named.values(), *extra])
@@ -110,7 +109,7 @@ class Tokenizer:
             backend,
             file=path,
             class_name=class_name,
-            special_tokens={name: _content(token) for name, token in named.items()},
+            special_tokens={name: content_of(token) for name, token in named.items()},
             clean_up=bool(options.get("clean_up_tokenization_spaces")) and (not is_bpe or bool(forced)),
             decoder=pipeline.decoder if pipeline is not None else parsed.decoder,
             findings=findings,
@@ -250,40 +249,6 @@ def _part_holder(normalizer: Any, pre_tokenizer: Any, decoder: Any) -> tokenizer
     )
 
 
-def _special_tokens(
-    directory: Path, options: Mapping[str, Any], pipeline: Pipeline | None
-) -> tuple[dict[str, Any], list[Any]]:
-    """Special tokens by name and those without a name, in transformers' order of precedence.
-
-    A token is a text or a mapping with `content`. Names in `_token` beyond the standard seven (image_token) count.
-    """
-    listed: dict[str, Any] = dict(options)
-    if "added_tokens_decoder" not in options:
-        listed.update(side_files.read_json_if_present(directory / "special_tokens_map.json") or {})
-    if "additional_special_tokens" in listed and not listed.get("extra_special_tokens"):
-        listed["extra_special_tokens"] = listed["additional_special_tokens"]
-    named: dict[str, Any] = dict(pipeline.special) if pipeline is not None else {}
-    named.update({name: listed[name] for name in NAMED_TOKENS if _is_token(listed.get(name))})
-    for name in NAMED_TOKENS:
-        if name in listed and listed[name] is None:
-            named.pop(name, None)
-    named = {name: named[name] for name in NAMED_TOKENS if name in named}
-    named.update({k: v for k, v in listed.items() if k.endswith("_token") and k not in NAMED_TOKENS and _is_token(v)})
-    extra = listed.get("extra_special_tokens") or []
-    if isinstance(extra, Mapping):
-        named.update({name: token for name, token in extra.items() if _is_token(token)})
-        extra = []
-    return named, [token for token in extra if _is_token(token)]
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("content"), str))
-
-
-def _content(token: Any) -> str:
-    return str(token if isinstance(token, str) else token["content"])
-
-
 def _listed_tokens(
     directory: Path, options: Mapping[str, Any], parsed: _File, named: Mapping[str, Any], extra: Sequence[Any]
 ) -> list[Any]:
@@ -291,7 +256,7 @@ def _listed_tokens(
     if "added_tokens_decoder" in options:
         by_id = {int(id_): token for id_, token in options["added_tokens_decoder"].items()}
     else:
-        special = {_content(token) for token in (*named.values(), *extra)}
+        special = {content_of(token) for token in (*named.values(), *extra)}
         old = side_files.read_json_if_present(directory / "added_tokens.json") or {}
         by_id = {
             id_: {"content": token, "normalized": token not in special, "special": token in special}
@@ -323,10 +288,10 @@ def _add_tokens(
     }
     by_content = {token.content: token for token in tokens}
     for token in (*named.values(), *extra):
-        if _content(token) not in known:
-            tokens.append(by_content.get(_content(token)) or _added_token(token, special=True))
-            known.add(_content(token))
-    names = {_content(token) for token in named.values()}
+        if content_of(token) not in known:
+            tokens.append(by_content.get(content_of(token)) or _added_token(token, special=True))
+            known.add(content_of(token))
+    names = {content_of(token) for token in named.values()}
     for token in tokens:
         if token.content in names and not token.special:
             token.special = True
@@ -335,7 +300,7 @@ def _add_tokens(
 
 
 def _mark_special(backend: tokenizers.Tokenizer, tokens: Sequence[Any]) -> None:
-    unique = dict.fromkeys(_content(token) for token in tokens)
+    unique = dict.fromkeys(content_of(token) for token in tokens)
     if unique:
         backend.add_tokens([_added_token(token, special=True) for token in unique])
 

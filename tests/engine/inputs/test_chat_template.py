@@ -107,7 +107,7 @@ def test_the_order_of_sources_for_a_tokenizer(copy_of: Callable[[str], Path]) ->
     write_json(directory / "tokenizer_config.json", {**config, "chat_template": "from the configuration"})
     write_json(directory / "chat_template.json", {"chat_template": "of a processor"})
     for expected in ("chat_template.jinja", "tokenizer_config.json"):
-        ours = ChatTemplate.open(directory, {"bos_token": "<|endoftext|>"})
+        ours = ChatTemplate.open(directory)
         theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(TURN, tokenize=False)
         assert ours.render(TURN, add_generation_prompt=False) == theirs
         assert ours.file == directory / expected

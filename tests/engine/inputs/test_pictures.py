@@ -318,6 +318,36 @@ def test_urls_that_are_refused(url: str, says: str) -> None:
     assert says in finding.message
 
 
+def test_a_server_does_not_open_its_own_files(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(encoded(gradient()))
+    finding = refusal(str(path), files=False)
+    assert (finding.code, finding.expected) == ("bad-image", "a data: URL")
+    url = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    assert open_picture(url, files=False).image.size == (24, 16)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "AVIF"])
+def test_damaged_files_are_refused_or_decoded_and_nothing_else(form: str) -> None:
+    """Random damage: a picture or `Refused`, never another exception."""
+    rng = np.random.default_rng(5)
+    data = np.frombuffer(
+        with_orientation(noise("RGB"), 6, form) if form not in ("GIF", "BMP", "PPM") else encoded(noise("RGB"), form),
+        np.uint8,
+    )
+    refused = 0
+    for _ in range(60):
+        damaged = data.copy()
+        places = rng.integers(0, min(len(data), 400), rng.integers(1, 8))
+        damaged[places] = rng.integers(0, 256, len(places))
+        try:
+            open_picture(damaged.tobytes(), limits=PictureLimits(max_pixels=1_000_000))
+        except Refused:
+            refused += 1
+    assert refused
+
+
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.png").code == "not-found"
     assert "directory" in refusal(tmp_path).message

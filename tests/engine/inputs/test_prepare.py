@@ -104,6 +104,11 @@ def test_a_turn_of_a_processor_begins_as_transformers_begins_it(
     assert end == Processor.open(directory).tokenizer.token_id("<|endoftext|>") != ours.input_ids[0, 1]
 
 
+def test_a_placeholder_for_a_picture_is_no_control_token(toys: Path) -> None:
+    record = opened(toys / "vlm").prepare("<image> what?", pictures(1)).record
+    assert not record.findings
+
+
 def test_conversations(toys: Path) -> None:
     theirs = AutoProcessor.from_pretrained(toys / "vlm")
     given = pictures(2)
@@ -230,9 +235,9 @@ def change(directory: Path, **values: Any) -> None:
     write_json(directory / "processor_config.json", {k: v for k, v in config.items() if v is not None})
 
 
-def code_of(directory: Path, prompt: str = "<image>", count: int = 1) -> tuple[str, str | None]:
+def code_of(directory: Path, prompt: str = "<image>", count: int = 1, chat: bool = False) -> tuple[str, str | None]:
     with pytest.raises(Refused) as caught:
-        prepare(directory, prompt, pictures(count))
+        prepare(directory, prompt, pictures(count), chat)
     return caught.value.findings[0].code, caught.value.findings[0].file
 
 
@@ -260,7 +265,8 @@ def test_text_of_an_unknown_processor_goes_through_the_tokenizer_and_is_said(cop
 
 
 def test_pictures_for_a_text_model_are_refused(toys: Path) -> None:
-    assert code_of(toys / "text") == ("unsupported-block", str(toys / "text" / "config.json"))
+    for chat in (True, False):
+        assert code_of(toys / "text", chat=chat) == ("unsupported-block", str(toys / "text" / "config.json"))
 
 
 def test_a_placeholder_that_is_no_token_is_refused(copy_of: Callable[[str], Path]) -> None:
