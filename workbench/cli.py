@@ -119,7 +119,8 @@ def _run_verb(verb: str, words: list[str]) -> int:
             report = report_of(verb, _title(parsed), error)
         except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one
             report = report_of(verb, _title(parsed), error, session.run)
-        return session.finish(report, parsed.json).exit_status
+        brief = getattr(command, "SHOWS_ITSELF", False)
+        return session.finish(report, parsed.json, brief).exit_status
     finally:
         session.close()
 

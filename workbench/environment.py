@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,13 @@ def memory_bytes() -> int | None:
     except OSError:
         return None
     return None
+
+
+def since_process_start_s() -> float:
+    """Seconds since this process was started, by the system's clock (10 ms steps)."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
 
 
 def _torch() -> dict[str, Any]:

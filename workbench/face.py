@@ -25,7 +25,7 @@ BAR_WIDTH = 20
 
 @dataclass
 class Face:
-    """Where output goes. `quiet` keeps refusals only; with `json_on_stdout` the human's part moves to standard error."""
+    """Where output goes. `quiet` leaves refusals; with `json_on_stdout` the human's part moves to standard error."""
 
     quiet: bool = False
     json_on_stdout: bool = False
@@ -47,12 +47,31 @@ class Face:
 
         print_report(report, Console(file=self.out, highlight=False))
 
+    def brief(self, report: Report) -> None:
+        """What a verb that shows its own output leaves to say: what was refused, what did not pass, warnings."""
+        self.settle()
+        if report.status == "refused":
+            say_refused(report.findings)
+            return
+        if report.status == "failed":
+            say_refused(report.findings, lead="failed")
+        elif not self.quiet:
+            for finding in report.findings:
+                if finding.severity == "warning":
+                    print(f"warning: {finding.message}", file=sys.stderr)
+
     def text(self, text: str) -> None:
         """Prints a piece of a model's answer as it comes."""
         self.settle()
         if not self.quiet:
             self.out.write(text)
             self.out.flush()
+
+    def aside(self, text: str) -> None:
+        """A line beside the output proper, on standard error."""
+        self.settle()
+        if not self.quiet:
+            print(text, file=sys.stderr)
 
     def line(self, text: str = "") -> None:
         self.text(text + "\n")

@@ -6,7 +6,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.errors import FirstlightError, RankFailure, Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.workbench.report import Draft, Report, failure, refusal
 from firstlight.workbench.runs import Run
@@ -18,6 +18,8 @@ def report_of(verb: str, title: str, error: BaseException, run: Run | None = Non
         return refusal(verb, title, error)
     if isinstance(error, RankFailure):
         return failure(verb, title, error)
+    if isinstance(error, FirstlightError):
+        return _engine_failed(verb, title, error)
     if isinstance(error, OSError):
         return refusal(verb, title, Refused(_of_the_system(error)))
     if isinstance(error, MemoryError):
@@ -27,6 +29,23 @@ def report_of(verb: str, title: str, error: BaseException, run: Run | None = Non
         return refusal(verb, title, Refused(finding))
     draft = Draft(verb, title)
     draft.find(fault_of(error, run))
+    return draft.close("failed")
+
+
+def _engine_failed(verb: str, title: str, error: FirstlightError) -> Report:
+    """An engine that stopped: with rank and phase where they are known."""
+    known = getattr(error, "failure", None)
+    draft = Draft(verb, title)
+    if known is not None:
+        draft.find(known.findings)
+    draft.find(
+        fatal(
+            "rank-lost" if known is not None else "engine-failed",
+            str(error),
+            found=f"rank {known.rank}, phase {known.phase}" if known is not None else None,
+            next="look at the ranks' logs in the host's directory; start again",
+        )
+    )
     return draft.close("failed")
 
 

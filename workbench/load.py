@@ -65,7 +65,9 @@ def _both_sides(draft: Draft, ledger: Ledger) -> None:
     counts = ledger.summary()
     used = counts["tensors_consumed"] + counts["tensors_left_out"]
     reasons = f"{counts['tensors_left_out']:,} left out with a reason" if counts["tensors_left_out"] else ""
-    draft.check("every tensor is accounted for", True, value=used, limit=counts["tensors"], unit="tensors", detail=reasons)
+    draft.check(
+        "every tensor is accounted for", True, value=used, limit=counts["tensors"], unit="tensors", detail=reasons
+    )
     draft.check(
         "every parameter is filled",
         True,

@@ -6,7 +6,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from firstlight.engine.errors import Refused
@@ -21,6 +20,7 @@ from firstlight.engine.weights.ledger import Ledger, account, by_pattern, patter
 from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.side_files import has_chat_template
 
 
 def scan(source: str | os.PathLike[str], deep: bool = False, progress: Progress | None = None) -> Report:
@@ -179,21 +179,11 @@ def _side_file_rows(checkpoint: Checkpoint, sees: bool) -> Iterator[tuple[str, s
     there = set(checkpoint.side_files)
     yield side_files.TOKENIZER, "text to token ids", side_files.TOKENIZER in there
     yield side_files.TOKENIZER_CONFIG, "special tokens", side_files.TOKENIZER_CONFIG in there
-    yield "chat template", "conversations", _has_chat_template(checkpoint, there)
+    yield "chat template", "conversations", has_chat_template(checkpoint.directory)
     yield side_files.GENERATION_CONFIG, "the vendor's stop tokens", side_files.GENERATION_CONFIG in there
     if sees:
         has = bool({side_files.PROCESSOR_CONFIG, side_files.PREPROCESSOR_CONFIG} & there)
         yield side_files.PREPROCESSOR_CONFIG, "pictures to pixel tensors", has
-
-
-def _has_chat_template(checkpoint: Checkpoint, there: set[str]) -> bool:
-    if there & {"chat_template.jinja", "chat_template.json"}:
-        return True
-    try:
-        config = side_files.read_json_if_present(Path(checkpoint.directory) / side_files.TOKENIZER_CONFIG)
-    except Refused:
-        return False
-    return bool(config and config.get("chat_template"))
 
 
 def _absent(file: str, purpose: str) -> Finding:

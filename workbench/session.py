@@ -36,7 +36,7 @@ class Session:
         if self.run is not None:
             self.forced = self.run.require(verb, self.force)
 
-    def finish(self, report: Report, json_file: str | None = None) -> Report:
+    def finish(self, report: Report, json_file: str | None = None, brief: bool = False) -> Report:
         """Shows the report, appends it to the run and writes it where --json asks."""
         if self.forced:
             report = msgspec.structs.replace(report, forced=True)
@@ -44,7 +44,10 @@ class Session:
             self.run.add(report)
         if json_file is not None:
             write_json(report, json_file)
-        self.face.report(report)
+        if brief:
+            self.face.brief(report)
+        else:
+            self.face.report(report)
         return report
 
     def close(self) -> None:

@@ -1,14 +1,78 @@
-"""`firstlight generate`."""
+"""`firstlight generate`: one answer, printed as it comes."""
 
 from __future__ import annotations
 
 import argparse
 
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
 from firstlight.workbench.commands import options
+from firstlight.workbench.report import Report
+from firstlight.workbench.session import Session
+
+SHOWS_ITSELF = True  # the answer is the output; the report goes where --json and --run say
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
+    options.prompt(parser)
+    parser.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
+    options.sampling(parser)
+    options.engine(parser)
 
 
-run = options.not_built("generate", "it is being written")
+def run(arguments: argparse.Namespace, session: Session) -> Report:
+    if not arguments.prompt:
+        raise Refused(fatal("usage", "there is no prompt", expected="--prompt TEXT", found="none", next="add --prompt"))
+    params, engine_options = options.params_of(arguments), options.options_of(arguments)
+    _refuse_absent(arguments.image)
+    from firstlight.workbench.engines import open_engine
+    from firstlight.workbench.environment import since_process_start_s
+    from firstlight.workbench.generate import generate
+
+    with open_engine(engine_options, session.progress("generate")) as engine:
+        report = generate(
+            engine,
+            arguments.prompt,
+            arguments.image,
+            params,
+            chat=False if arguments.raw else None,
+            tell=session.face.text,
+            since_start_s=since_process_start_s,
+        )
+    session.face.line()
+    session.face.aside(_summary(report))
+    return report
+
+
+def _refuse_absent(images: list[str]) -> None:
+    """A picture that is not there is said before the model is loaded."""
+    from pathlib import Path
+
+    for image in images:
+        if "://" not in image and not image.startswith("data:") and not Path(image).is_file():
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"the picture {image} is not there",
+                    file=image,
+                    expected="an image file",
+                    found="a directory" if Path(image).is_dir() else "nothing of that name",
+                    next="correct --image",
+                )
+            )
+
+
+def _summary(report: Report) -> str:
+    from firstlight.workbench.render.words import quantity
+
+    values = report.metrics
+    rate = values["tokens_per_s"].value
+    parts = [
+        f"{quantity(values['prompt_tokens'].value, 'tokens')} in",
+        f"{quantity(values['completion_tokens'].value, 'tokens')} out",
+        f"first after {quantity(values['first_token_s'].value, 's')}",
+        *([f"then {quantity(rate, 'tokens/s')}"] if rate is not None else []),
+        f"{report.tables['answer'][0]['finish']}",
+    ]
+    return ", ".join(parts)

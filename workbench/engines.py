@@ -1,0 +1,53 @@
+"""An engine for a rung: in this process for one rank, a host of its own for more; both answer to `EngineLike`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.workbench.progress import Progress
+
+
+@contextmanager
+def open_engine(options: EngineOptions, progress: Progress | None = None) -> Iterator[EngineLike]:
+    """An engine that is ready, closed at the end. Raises `Refused`, or what made its start fail."""
+    progress = progress or Progress()
+    if options.mesh.world_size > 1:
+        from firstlight.workbench.start import started
+
+        with started(options, progress) as host:
+            yield host.client()
+        return
+    engine = start_here(options, progress)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def start_here(options: EngineOptions, progress: Progress) -> EngineLike:
+    """An engine in this process, on one rank; its stages are told as progress."""
+    from firstlight.engine.parallel.comm import Comms
+    from firstlight.engine.serving.boot import bring_up
+    from firstlight.engine.serving.control import Control
+    from firstlight.engine.serving.health import Pulse
+    from firstlight.engine.serving.runtime import Engine
+    from firstlight.engine.serving.worker import Worker
+
+    class Telling(Pulse):
+        """A pulse that is told on."""
+
+        def enter(self, stage: str) -> None:
+            super().enter(stage)
+            progress(stage)
+
+        def progress(self, done: float, total: float) -> None:
+            super().progress(done, total)
+            progress(self.stage, done, total, "B")
+
+    pulse, comms = Telling(), Comms.alone()
+    engine = Engine(Worker(bring_up(options, comms, pulse), pulse), Control(comms.control), pulse)
+    engine.get_ready(options.warm_up)
+    return engine
