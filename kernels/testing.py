@@ -25,6 +25,9 @@ TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
 )
 """Largest difference, as a share of the reference's own root mean square plus its value at that place."""
 
+SLACK: Mapping[str, float] = MappingProxyType({"moe": 2.0})
+"""Factor on the tolerance where roundings follow one another (and Triton's interpreter cuts bfloat16 off)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -95,6 +98,10 @@ FOLDERS: Mapping[str, str] = MappingProxyType(
 """Where the cases of an operator are. `linear` is not here: its implementations are classes with tests of their own."""
 
 
+IN_FLOAT32 = frozenset({"router_topk", "sample"})
+"""Operators whose inputs are float32 whatever the model's dtype is: one dtype is all there is to check."""
+
+
 def cases(operator: str) -> tuple[Case, ...]:
     """List the cases of an operator."""
     module = import_module(f"firstlight.kernels.{FOLDERS[operator]}.cases")
@@ -144,7 +151,7 @@ def check(
     before = [one.clone() for one in _tensors(call)]
     with nan_filled():
         got = run(functions[implementation].load(), call)
-    limit = TOLERANCES[dtype] if limit is None else limit
+    limit = TOLERANCES[dtype] * SLACK.get(operator, 1.0) if limit is None else limit
     measured = case.distance(got, want)
     written = {id(one) for one in call.outputs}
     changed = [

@@ -1,12 +1,12 @@
 """Attention over the paged cache in Triton: one kernel for prefill, chunks, decode and mixtures of them.
 
-The query heads that share a key head, and the tokens of a sequence, are the rows of one matrix (row = t * G + g), so decode
-fills the tensor cores as far as its group allows, and any group size fits. Few long sequences are cut into splits of keys
-whose partial results a second kernel joins (flash-decoding).
+The query heads that share a key head, and the tokens of a sequence, are the rows of one matrix (row = t * G + g), so
+decode fills the tensor cores as far as its group allows, and any group size fits. Few long sequences are cut into
+splits of keys whose partial results a second kernel joins (flash-decoding).
 
-Legend: B sequences, t tokens of one, N query heads, K key/value heads, G = N / K, D head dim, V value head dim, P pages,
-S page size. D is taken as a main part, the largest power of two in it, and a rest (576 = 512 + 64), so that an odd width
-costs little padding.
+Legend: B sequences, t tokens of one, N query heads, K key/value heads, G = N / K, D head dim, V value head dim, P
+pages, S page size. D is taken as a main part, the largest power of two in it, and a rest (576 = 512 + 64), so that an
+odd width costs little padding.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 

@@ -96,6 +96,7 @@ CASES: tuple[GroupedCase | MoeCase, ...] = (
     GroupedCase("odd sizes", (1, 0, 33, 7), 100, 63),
     GroupedCase("rows of nobody", (0, 5, 0), 72, 40, spare=9),
     GroupedCase("no rows at all", (0, 0, 0), 64, 64, spare=3),
+    GroupedCase("many rows", (150, 0, 90), 80, 72),
     GroupedCase("one row", (0, 0, 1, 0, 0), 1000, 100),
     MoeCase("all experts here", 7, 64, 48, 4, 2, 4),
     MoeCase("odd sizes", 33, 100, 63, 5, 3, 5, activation="gelu_tanh"),

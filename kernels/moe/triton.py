@@ -1,0 +1,214 @@
+"""Products grouped by expert and the expert layer in Triton, without asking the device for a count.
+
+The rows are sorted by expert. The grid is as large as any split of the rows could need; each program finds its expert
+from the group starts, so nothing waits for the host.
+
+Legend: M rows (T * k of them), T tokens, E experts held here, k chosen experts, H hidden, F output or intermediate
+width.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from firstlight.kernels.gated_activation.triton import gated_activation
+from firstlight.kernels.triton_support import dot, needs_upcast, unit_last_stride
+
+
+@triton.jit
+def _grouped_matmul_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    group_start_ptr,
+    row_ptr,  # which row of x stands at a sorted place; not read unless GATHER
+    num_experts,
+    x_stride,
+    weight_stride_expert,
+    weight_stride_row,
+    H: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GATHER: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    real = experts < num_experts
+    sizes = tl.load(group_start_ptr + experts + 1, mask=real, other=0) - tl.load(
+        group_start_ptr + experts, mask=real, other=0
+    )
+    tiles = (sizes + BLOCK_M - 1) // BLOCK_M
+    expert = tl.sum(tl.where(tl.cumsum(tiles, 0) <= tile, 1, 0), axis=0)
+    if expert < num_experts:
+        tile_of_expert = tile - tl.sum(tl.where(experts < expert, tiles, 0), axis=0)
+        place = tl.load(group_start_ptr + expert) + tile_of_expert * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_row = place < tl.load(group_start_ptr + expert + 1)
+        row = place
+        if GATHER:
+            row = tl.load(row_ptr + place, mask=is_row, other=0)
+        column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+        depth = tl.arange(0, BLOCK_H)
+        x_row = x_ptr + row.to(tl.int64) * x_stride
+        weight_row = weight_ptr + tl.cast(expert, tl.int64) * weight_stride_expert + column * weight_stride_row
+        acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+        for first in range(0, H, BLOCK_H):
+            inner = first + depth
+            x = tl.load(x_row[:, None] + inner[None, :], mask=is_row[:, None] & (inner < H)[None, :], other=0.0)
+            in_weight = (inner < H)[:, None] & (column < F)[None, :]
+            weight = tl.load(weight_row[None, :] + inner[:, None], mask=in_weight, other=0.0)
+            acc = dot(x, weight, acc, UPCAST)
+        out_row = out_ptr + place.to(tl.int64) * F
+        is_out = is_row[:, None] & (column < F)[None, :]
+        tl.store(out_row[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _combine_kernel(
+    down_ptr,
+    place_ptr,  # [T, k]: where a token's j-th expert stands among the sorted rows
+    weights_ptr,
+    group_start_ptr,
+    out_ptr,
+    num_experts,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    num_local = tl.load(group_start_ptr + num_experts)  # rows after these belong to other ranks and hold nothing
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for j in range(TOP_K):
+        place = tl.load(place_ptr + token * TOP_K + j)
+        weight = tl.load(weights_ptr + token * TOP_K + j).to(tl.float32)
+        is_here = (column < H) & (place < num_local)
+        down = tl.load(down_ptr + place * H + column, mask=is_here, other=0.0).to(tl.float32)
+        acc += weight * down
+    tl.store(out_ptr + token * H + column, acc.to(out_ptr.dtype.element_ty), mask=column < H)
+
+
+def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
+    """Multiply each expert's rows by its own weight (see the reference for the contract)."""
+    out_MF = torch.zeros(x_MH.shape[0], weight_EFH.shape[1], dtype=x_MH.dtype, device=x_MH.device)
+    return _grouped_matmul(x_MH, weight_EFH, group_start_E1, out_MF)
+
+
+def moe(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    gate_up_E2FH: Tensor,
+    down_EHF: Tensor,
+    activation: str = "silu",
+    expert_start: int = 0,
+) -> Tensor:
+    """Sum each token's chosen experts, weighted (see the reference for the contract).
+
+    The down projection is rounded to the dtype of `x_TH` before it is weighted; the sum over experts is float32, in a
+    fixed order, so the result does not change from run to run.
+    """
+    (num_tokens, hidden), top_k, num_local = x_TH.shape, ids_Tk.shape[1], gate_up_E2FH.shape[0]
+    out_TH = torch.empty(num_tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
+    if num_tokens == 0:
+        return out_TH
+    expert_M = ids_Tk.flatten() - expert_start
+    expert_M = torch.where((expert_M >= 0) & (expert_M < num_local), expert_M, num_local)  # strangers come last
+    sorted_M, order_M = torch.sort(expert_M, stable=True)
+    group_start_E1 = torch.searchsorted(sorted_M, torch.arange(num_local + 1, device=x_TH.device))
+    place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=x_TH.device))
+
+    num_rows = order_M.numel()
+    gate_up_M2F = torch.empty(num_rows, gate_up_E2FH.shape[1], dtype=x_TH.dtype, device=x_TH.device)
+    _grouped_matmul(x_TH, gate_up_E2FH, group_start_E1, gate_up_M2F, order_M // top_k)
+    hidden_MF = gated_activation(gate_up_M2F, activation)
+    down_MH = torch.empty(num_rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
+    _grouped_matmul(hidden_MF, down_EHF, group_start_E1, down_MH)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        down_MH,
+        place_M,
+        weights_Tk.contiguous(),
+        group_start_E1,
+        out_TH,
+        num_local,
+        H=hidden,
+        TOP_K=top_k,
+        BLOCK_H=block,
+    )
+    return out_TH
+
+
+def _grouped_matmul(
+    x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor, out_MF: Tensor, row_M: Tensor | None = None
+) -> Tensor:
+    """Fill the rows of `out_MF` that belong to a group; the others keep what they hold."""
+    num_rows, width = out_MF.shape
+    num_experts, _, hidden = weight_EFH.shape
+    if num_rows == 0:
+        return out_MF
+    x_MH, weight_EFH = unit_last_stride(x_MH), unit_last_stride(weight_EFH)
+    tiles = tiles_for(num_rows / num_experts, hidden, width, x_MH.dtype.itemsize)
+    most_tiles = min(num_rows, triton.cdiv(num_rows, tiles.block_m) + num_experts)
+    _grouped_matmul_kernel[(most_tiles, triton.cdiv(width, tiles.block_f))](
+        x_MH,
+        weight_EFH,
+        out_MF,
+        group_start_E1,
+        group_start_E1 if row_M is None else row_M,
+        num_experts,
+        x_MH.stride(0),
+        weight_EFH.stride(0),
+        weight_EFH.stride(1),
+        H=hidden,
+        F=width,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_M=tiles.block_m,
+        BLOCK_F=tiles.block_f,
+        BLOCK_H=tiles.block_h,
+        GATHER=row_M is not None,
+        UPCAST=needs_upcast(x_MH),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out_MF
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The block sizes of one launch."""
+
+    block_m: int
+    block_f: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(rows_per_expert: float, hidden: int, width: int, itemsize: int) -> Tiles:
+    """Choose block sizes for Hopper: few rows read weights in long runs, many rows fill the tensor cores."""
+    block_m = 16
+    while block_m < 128 and block_m < rows_per_expert:
+        block_m *= 2
+    if itemsize == 4:
+        tiles = Tiles(min(block_m, 64), 64, 32, 4, 2)
+    elif block_m <= 32:
+        tiles = Tiles(block_m, 64, 128, 4, 4)
+    else:
+        tiles = Tiles(block_m, 128, 64, 8 if block_m == 128 else 4, 3)
+    return Tiles(
+        tiles.block_m,
+        min(tiles.block_f, max(16, triton.next_power_of_2(width))),
+        min(tiles.block_h, max(16, triton.next_power_of_2(hidden))),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
