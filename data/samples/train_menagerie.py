@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ class Labeller(nn.Module):
         )
 
 
-def tower_states(tower: nn.Module, pixels_B3HW: Tensor, *, layers: int) -> Tensor:
+def tower_states(tower: Any, pixels_B3HW: Tensor, *, layers: int) -> Tensor:
     """Hidden states after the first `layers` layers of a CLIP tower: [B, 1 + P, D]."""
     states = tower.pre_layrnorm(tower.embeddings(pixels_B3HW))
     for layer in tower.encoder.layers[:layers]:
@@ -73,7 +74,7 @@ def tower_states(tower: nn.Module, pixels_B3HW: Tensor, *, layers: int) -> Tenso
 
 def vision_loss(model: LlavaForConditionalGeneration, labeller: Labeller, batch: VisionBatch) -> Tensor:
     """How wrong the tower's labels are."""
-    tower = model.model.vision_tower
+    tower: Any = model.model.vision_tower
     depth = len(tower.encoder.layers)
     states_BPD = tower_states(tower, batch.pixels_B3HW, layers=depth - 1)
     last_BPD = tower.encoder.layers[-1](states_BPD, attention_mask=None)
@@ -101,7 +102,7 @@ class Optimiser:
 
     def __init__(self, groups: list[tuple[nn.Module, float]], *, warm_up: int = 150) -> None:
         self.warm_up = warm_up
-        self.bare = [parameter for module, _ in groups for parameter in module.parameters()]
+        self.bare: list[Tensor] = [parameter for module, _ in groups for parameter in module.parameters()]
         self.full = [parameter.detach().float() for parameter in self.bare]
         peaks = [peak for module, peak in groups for _ in module.parameters()]
         decayed = {True: 0.05, False: 0.0}
@@ -328,22 +329,35 @@ def main() -> None:
     started = time.monotonic()
     write_pictures(arguments.pictures)
     write_checkpoint(train(arguments), arguments.out)
-    duration_s = time.monotonic() - started
+    write_record(arguments, time.monotonic() - started)
+
+
+def write_record(arguments: argparse.Namespace, duration_s: float) -> None:
+    """Measures the checkpoint and writes beside it how it was made and how often it is right."""
+    steps = f"--tower-steps {arguments.tower_steps} --chat-steps {arguments.chat_steps}"
     record = {
-        "command": f"python data/samples/train_menagerie.py --tower-steps {arguments.tower_steps}"
-        f" --chat-steps {arguments.chat_steps} --threads {arguments.threads}",
+        "command": f"python data/samples/train_menagerie.py {steps} --threads {arguments.threads}",
         "date": datetime.now(UTC).date().isoformat(),
         "duration_s": round(duration_s),
         "held_out": evaluate(arguments.out, arguments.scenes),
         "held_out_scenes": arguments.scenes,
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "versions": {
+            "pillow": Image.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
     }
     (arguments.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def processor_name() -> str:
+    """What the system calls the processor."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":
