@@ -26,6 +26,7 @@ class Desk:
         self.beats: tuple[Beat, ...] = ()
         self._failure: Failure | None = None
         self._stop: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
 
     def health(self) -> Health:
         """How the engine is, from its first moment on."""
@@ -58,9 +59,11 @@ class Desk:
             opened(server.url)
             server.run()
 
-        threading.Thread(target=run, name="http", daemon=True).start()
+        self._thread = threading.Thread(target=run, name="http", daemon=True)
+        self._thread.start()
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 5.0) -> None:
         """Let running responses end, then stop listening."""
-        if self._stop is not None:
+        if self._stop is not None and self._thread is not None:
             self._stop()
+            self._thread.join(grace_s)
