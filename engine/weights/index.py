@@ -1,0 +1,238 @@
+"""The index of a sharded checkpoint, which says which file holds which tensor: read with bounds, held against headers.
+
+Headers are the truth; the index only decides which files belong to the release. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.weights.header import TensorInfo
+
+INDEX = "model.safetensors.index.json"
+CONFIG_LIMIT_BYTES = 64 << 20
+INDEX_LIMIT_BYTES = 256 << 20  # 497,220 tensors take 60 MB
+
+
+class Index(msgspec.Struct, frozen=True):
+    """Tensor name -> file, the sum of bytes that the index states, and what is wrong with the index by itself."""
+
+    weight_map: dict[str, str]
+    stated_bytes: int | None
+    findings: tuple[Finding, ...]
+
+
+def read_object(directory: Path, name: str, limit_bytes: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A JSON object of the directory, and the keys that occur twice in it with different values.
+
+    Raises `Refused` when the file is absent, unreadable, larger than `limit_bytes` or no JSON object.
+    """
+    path = directory / name
+    try:
+        size = path.stat().st_size
+        if size > limit_bytes:
+            raise Refused(_bad(name, f"is {size:,} bytes", f"at most {limit_bytes:,} bytes", f"{size:,} bytes"))
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise Refused(_absent(directory, name)) from error
+    except OSError as error:
+        raise Refused(
+            _bad(name, f"cannot be read: {error.strerror}", "a readable file", str(error.strerror))
+        ) from error
+    try:
+        value = msgspec.json.decode(text)
+        # Of equal keys the last one wins in every parser. Keys and colons agree in number unless there are some.
+        twice = _twice(text) if _colons(value) != text.count(b'":') or b"\\" in text or b'" :' in text else ()
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Refused(_bad(name, f"is not JSON: {error}", "a JSON object", repr(text[:40]))) from error
+    except RecursionError as error:
+        raise Refused(_bad(name, "is nested too deeply", "a JSON object", repr(text[:40]))) from error
+    if not isinstance(value, dict):
+        raise Refused(_bad(name, "is not a JSON object", "a JSON object", type(value).__name__))
+    return value, twice
+
+
+def _absent(directory: Path, name: str) -> Finding:
+    return fatal(
+        "missing-side-file",
+        f"{directory} has no {name}",
+        file=name,
+        expected=name,
+        found=", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "an empty directory",
+        next=f"fetch {name} of the release",
+    )
+
+
+def _bad(name: str, problem: str, expected: str, found: str) -> Finding:
+    return fatal(
+        "side-file-invalid", f"{name} {problem}", file=name, expected=expected, found=found, next=f"fetch {name} again"
+    )
+
+
+def _colons(value: object) -> int:
+    """How many keys a JSON value holds at all levels."""
+    if isinstance(value, dict):
+        return len(value) + sum(_colons(item) for item in value.values() if isinstance(item, dict | list))
+    return sum(_colons(item) for item in value if isinstance(item, dict | list)) if isinstance(value, list) else 0
+
+
+def _twice(text: bytes) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in items:
+            if key in values and values[key] != value:
+                found[key] = None
+            values[key] = value
+        return values
+
+    json.loads(text, object_pairs_hook=pairs)
+    return tuple(found)
+
+
+def read_index(directory: Path) -> Index | None:
+    """The index of a directory, or None without one. Raises `Refused` when it cannot be used at all."""
+    if not (directory / INDEX).exists():
+        return None
+    raw, twice = read_object(directory, INDEX, INDEX_LIMIT_BYTES)
+    weight_map = raw.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise Refused(
+            fatal(
+                "stale-index",
+                f"{INDEX} has no usable weight_map",
+                file=INDEX,
+                expected="weight_map: {tensor: file}",
+                found="no weight_map" if weight_map is None else f"weight_map: {json.dumps(weight_map)[:60]}",
+                next="fetch the index again, or delete it: headers are enough",
+            )
+        )
+    _refuse_paths(set(weight_map.values()))
+    metadata = raw.get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(weight_map, stated if isinstance(stated, int) else None, tuple(_listed_twice(twice)))
+
+
+def _listed_twice(twice: tuple[str, ...]) -> Iterator[Finding]:
+    if twice:
+        yield fatal(
+            "stale-index",
+            f"{INDEX} lists {len(twice):,} keys twice with different values",
+            file=INDEX,
+            tensors=twice,
+            expected="every tensor in one file",
+            found="two files for one tensor",
+            next="fetch the index again, or delete it: headers are enough",
+        )
+
+
+def _refuse_paths(files: set[str]) -> None:
+    """A shard is a plain file of the directory; what leaves it is unsafe, a folder below it is not read."""
+    for file in sorted(files):
+        parts = PurePosixPath(file.replace("\\", "/")).parts
+        if len(parts) == 1 and parts[0] not in ("..", "/") and file == parts[0]:
+            continue
+        leaves = not parts or ".." in parts or parts[0] == "/" or ":" in parts[0]
+        where = "outside the directory" if leaves else "into a folder of the directory"
+        raise Refused(
+            fatal(
+                "unsafe-file",
+                f"{INDEX} points {where}: {file!r}",
+                file=INDEX,
+                expected="plain file names",
+                found=file,
+                next="do not use this checkpoint before you know where it comes from"
+                if leaves
+                else "put shards and index into one directory, with plain names in the index",
+            )
+        )
+
+
+def by_file(index: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The tensors that the index places in each file."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for tensor, file in index.items():
+        found[file].append(tensor)
+    return {file: tuple(sorted(tensors)) for file, tensors in sorted(found.items())}
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+
+
+def held(tensors: Iterable[str]) -> str:
+    """In words what a file holds: `14 tensors of layers 3 to 5`."""
+    found = [_LAYER.search(name) for name in tensors]
+    layers = [int(match[1]) for match in found if match is not None]
+    count = f"{len(found):,} tensor{'' if len(found) == 1 else 's'}"
+    if not layers:
+        return count
+    low, high, apart = min(layers), max(layers), len(found) - len(layers)
+    which = f"layer {low}" if low == high else f"layers {low} to {high}"
+    return f"{count} of {which}" + (f" and {apart:,} of no layer" if apart else "")
+
+
+def against_headers(
+    index: Mapping[str, str], tensors: Mapping[str, TensorInfo], files: Iterable[str], broken: Iterable[str]
+) -> Iterator[Finding]:
+    """What the index says of the files that were read, held against their headers; `broken` files have none."""
+    unlisted = tuple(name for name in tensors if name not in index)
+    if unlisted:
+        yield warning(
+            "unlisted-tensor",
+            f"{len(unlisted):,} tensors are present in shards but unlisted in the index; headers are the truth",
+            file=INDEX,
+            tensors=unlisted,
+            expected="every tensor listed",
+            found=f"present in shard, unlisted: {', '.join(sorted({tensors[name].file for name in unlisted})[:4])}",
+            next="rebuild the index; the tensors are used as found",
+        )
+    readable = set(files) - set(broken)
+    absent: dict[str, list[str]] = defaultdict(list)
+    for name, file in index.items():
+        if file in readable and name not in tensors:
+            absent[file].append(name)
+    for file, names in absent.items():
+        yield fatal(
+            "stale-index",
+            f"the index places {held(names)} in {file} that its header does not have",
+            file=file,
+            tensors=tuple(names),
+            expected=f"{len(names):,} tensors in {file}",
+            found="absent",
+            next="fetch index and shard again from the same revision",
+        )
+    moved = tuple(name for name, file in index.items() if name in tensors and tensors[name].file != file)
+    if moved:
+        yield warning(
+            "stale-index",
+            f"{len(moved):,} tensors are in other shards than the index says; headers are the truth",
+            file=INDEX,
+            tensors=moved,
+            expected=f"{moved[0]} in {index[moved[0]]}",
+            found=f"in {tensors[moved[0]].file}",
+            next="rebuild the index; the tensors are used as found",
+        )
+
+
+def against_payload(index: Index, payload_bytes: int) -> Iterator[Finding]:
+    """The index's own sum of bytes beside that of the headers; many releases count otherwise, so it is a note."""
+    stated = index.stated_bytes
+    if stated is not None and stated != payload_bytes:
+        yield note(
+            "stale-index",
+            f"the index counts {stated:,} bytes of weights, the headers {payload_bytes:,}",
+            file=INDEX,
+            expected=f"{payload_bytes:,} bytes",
+            found=f"{stated:,} bytes",
+            next="nothing, if every tensor is accounted for: releases count this in different ways",
+        )

@@ -1,0 +1,190 @@
+"""Which files of a directory are the release's weights, and which of them are not there. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.weights.index import INDEX, Index, by_file, held
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+SINGLE = "model.safetensors"
+_UNFINISHED = (".incomplete", ".part", ".partial", ".tmp", ".aria2", ".crdownload", ".download")
+_NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
+_MOST_NAMED = 1000  # absent shards that are named one by one
+
+Series = tuple[str, str]  # what the names of the shards of one release share: the stem, and the total as written
+
+
+def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) -> tuple[list[str], list[Finding]]:
+    """The shard files to read, in order, and findings about absent ones and about ones that are left aside."""
+    present = [name for name in names if name.endswith(".safetensors")]
+    if index is not None:
+        files, findings = _by_index(names, present, by_file(index.weight_map))
+    else:
+        files, findings = _by_name(names, present)
+    if not files and not findings:
+        raise Refused(_nothing(directory, names, index))
+    return files, [*findings, *_links(directory, files)]
+
+
+def _by_index(
+    names: tuple[str, ...], present: list[str], listed: Mapping[str, tuple[str, ...]]
+) -> tuple[list[str], list[Finding]]:
+    findings: list[Finding] = []
+    for file, tensors in listed.items():
+        if not file.endswith(".safetensors"):
+            findings.append(_not_readable(file, tensors))
+        elif file not in present:
+            findings.append(_missing(file, names, tensors))
+    series = {found for file in listed if (found := _series(file)) is not None}
+    siblings = [file for file in present if file not in listed and _series(file) in series]
+    findings.extend(_unlisted(file) for file in siblings)
+    for numbers in series:
+        absent = _absent_of(numbers, {*present, *listed})
+        if absent:
+            findings.append(_unlisted_and_absent(absent))
+    files = sorted([file for file in listed if file in present] + siblings)
+    aside = [file for file in present if file not in files]
+    instead = any(finding.code == "missing-shard" for finding in findings) and SINGLE in aside
+    findings.extend(_aside(file, "the index does not list it", whole=instead) for file in aside)
+    return files, findings
+
+
+def _by_name(names: tuple[str, ...], present: list[str]) -> tuple[list[str], list[Finding]]:
+    if SINGLE in present:
+        return [SINGLE], [_aside(file, f"{SINGLE} is there") for file in present if file != SINGLE]
+    findings: list[Finding] = []
+    for numbers in sorted({found for file in present if (found := _series(file)) is not None}):
+        absent = _absent_of(numbers, set(present))
+        if len(absent) <= _MOST_NAMED:
+            findings.extend(_missing(file, names, ()) for file in absent)
+        else:
+            findings.append(_most_missing(numbers, absent))
+    return present, findings
+
+
+def _series(file: str) -> Series | None:
+    found = _NUMBERED.fullmatch(file)
+    return (found["stem"], found["total"]) if found else None
+
+
+def _absent_of(series: Series, there: set[str]) -> list[str]:
+    """The names that complete a series, as its own names are written: `00002` or `2`. A sane total is assumed."""
+    stem, total = series
+    found = [m for m in (_NUMBERED.fullmatch(file) for file in there) if m and (m["stem"], m["total"]) == series]
+    width = max(len(m["number"]) for m in found) if any(m["number"].startswith("0") for m in found) else 1
+    numbers = {int(m["number"]) for m in found}
+    count = min(int(total), len(numbers) + 10 * _MOST_NAMED)
+    first = 0 if 0 in numbers else 1
+    wanted = range(first, first + count)
+    return [f"{stem}-{n:0{width}d}-of-{total}.safetensors" for n in wanted if n not in numbers]
+
+
+def _missing(file: str, names: Iterable[str], tensors: tuple[str, ...]) -> Finding:
+    started = [name for name in names if name.startswith(file) and name.endswith(_UNFINISHED)]
+    return fatal(
+        "missing-shard",
+        f"{file} is not there" + (f", which holds {held(tensors)}" if tensors else ""),
+        file=file,
+        tensors=tensors,
+        expected=file,
+        found=f"an unfinished download: {started[0]}" if started else "absent",
+        next=f"fetch {file}",
+    )
+
+
+def _most_missing(series: Series, absent: list[str]) -> Finding:
+    stem, total = series
+    return fatal(
+        "missing-shard",
+        f"of {int(total):,} shards that the file names count most are not there",
+        file=absent[0],
+        expected=f"{stem}-1 to {stem}-{total}",
+        found=f"at least {len(absent):,} absent, {absent[0]} first",
+        next="fetch the shards, or rename the file if it is whole",
+    )
+
+
+def _not_readable(file: str, tensors: tuple[str, ...]) -> Finding:
+    return fatal(
+        "unsafe-file" if file.endswith(PICKLES) else "not-safetensors",
+        f"the index places {held(tensors)} in {file}, which is no safetensors file",
+        file=file,
+        tensors=tensors,
+        expected="a .safetensors file",
+        found=file,
+        next="fetch the safetensors files of the release and their index; pickled weights are not read",
+    )
+
+
+def _unlisted(file: str) -> Finding:
+    return warning(
+        "stale-index",
+        f"{file} is not in the index, but is of the same series; its tensors are used as found",
+        file=file,
+        expected=f"{file} in {INDEX}",
+        found="unlisted",
+        next="fetch the index again: it is not that of these shards",
+    )
+
+
+def _unlisted_and_absent(absent: list[str]) -> Finding:
+    return warning(
+        "stale-index",
+        f"the names of the shards count further than the index: {absent[0]}"
+        + (f" and {len(absent) - 1:,} more" if len(absent) > 1 else "")
+        + " neither listed nor there",
+        file=INDEX,
+        expected=absent[0],
+        found="unlisted and absent",
+        next="the account of parameters says whether anything is missing; if so, fetch index and shards again",
+    )
+
+
+def _aside(file: str, reason: str, whole: bool = False) -> Finding:
+    way = f"delete {INDEX} if {SINGLE} is the whole model" if whole else "delete it if it is a stale copy"
+    return warning(
+        "shadowed-file",
+        f"{file} is not read: {reason}",
+        file=file,
+        expected="one set of weights",
+        found=f"{file} beside it",
+        next=way + ("; other tools read model.safetensors first" if file == SINGLE else ""),
+    )
+
+
+def _nothing(directory: Path, names: tuple[str, ...], index: Index | None) -> Finding:
+    return fatal(
+        "missing-shard",
+        f"{directory} holds no .safetensors file",
+        file=str(directory),
+        expected=f"{SINGLE}, or shards with an index" if index is None else "the shards, and an index that lists them",
+        found=", ".join(name for name in names if name.endswith(PICKLES)) or "no weights",
+        next="fetch the safetensors files; pickled weights are not read",
+    )
+
+
+def _links(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
+    """Links that lead out of the directory, other than to the blobs of a Hugging Face cache, are worth knowing."""
+    homes = (directory, directory.parent.parent / "blobs")
+    out = []
+    for file in files:
+        path = directory / file
+        if path.is_symlink():
+            target = path.parent / path.readlink()
+            if not any(Path(os.path.normpath(target)).is_relative_to(home) for home in homes):
+                out.append((file, str(path.readlink())))
+    if out:
+        yield note(
+            "unsafe-file",
+            f"{len(out)} shards are links that lead out of the directory: {out[0][0]} -> {out[0][1]}",
+            file=out[0][0],
+            expected="files of this directory",
+            found=f"{out[0][0]} -> {out[0][1]}",
+            next="nothing, if you made them",
+        )
