@@ -14,6 +14,7 @@ CODES: dict[str, str] = {
     "stale-index": "the index disagrees with the headers of the shards",
     "unlisted-tensor": "a shard holds a tensor that the index does not list",
     "duplicate-tensor": "the same tensor name occurs in two shards",
+    "shadowed-file": "a file of weights that is left aside since another one is read",
     "truncated-shard": "a shard is shorter than its header says",
     "read-failed": "the system could not read a part of a file",
     "trailing-bytes": "a shard is longer than its header says",
@@ -55,6 +56,7 @@ CODES: dict[str, str] = {
     "bad-golden": "a golden file that cannot be used",
     "context-too-long": "a request needs more tokens than the context holds",
     "usage": "the command line or a configuration file is wrong",
+    "wrong-numbers": "a block computes something else than the reference",
     # running
     "rank-lost": "a rank died or stopped answering",
     "engine-failed": "the engine did not start or failed",
