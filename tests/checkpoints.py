@@ -128,8 +128,8 @@ TINY: dict[str, Tiny] = {
     "llama-vocab257": Tiny(_llama(vocab_size=257)),
     "llama-thirds": Tiny(_llama(vocab_size=257, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)),
     "llama-theta": Tiny(_llama(max_position_embeddings=8192, num_hidden_layers=2, **_rope("default", 500000.0)), 4200),
-    "llama-rope-linear": Tiny(_llama(**_rope("linear", factor=4.0)), 96),
-    "llama-rope-dynamic": Tiny(_llama(**_rope("dynamic", factor=2.0)), 150),
+    "llama-rope-linear": Tiny(_llama(max_position_embeddings=256, **_rope("linear", factor=4.0)), 96),
+    "llama-rope-dynamic": Tiny(_llama(**_rope("dynamic", factor=2.0)), 110),
     "llama-rope-llama3": Tiny(
         _llama(
             max_position_embeddings=8192,
@@ -150,7 +150,9 @@ TINY: dict[str, Tiny] = {
         4200,
         fields={"rope_parameters": None, "rope_theta": 70000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
     ),
-    "llama-rope-yarn": Tiny(_llama(**_rope("yarn", factor=4.0, original_max_position_embeddings=16)), 150),
+    "llama-rope-yarn": Tiny(
+        _llama(max_position_embeddings=256, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)), 150
+    ),
     "mistral": Tiny(_llama(model_type="mistral", sliding_window=7, head_dim=8), 40),
     "mistral-full": Tiny(_llama(model_type="mistral", sliding_window=None, head_dim=8), 40),
     "qwen2": Tiny(_llama(model_type="qwen2", use_sliding_window=False, tie_word_embeddings=True)),

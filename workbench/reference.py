@@ -24,6 +24,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 
 Arrays = dict[str, NDArray[Any]]
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Reference:
@@ -34,8 +35,8 @@ class Reference:
         self.version = version
 
     @classmethod
-    def open(cls, directory: str | Path, *, trust_remote_code: bool = False) -> Reference:
-        """Load the checkpoint in `directory`.
+    def open(cls, directory: str | Path, *, dtype: str = "F32", trust_remote_code: bool = False) -> Reference:
+        """Load the checkpoint in `directory`; `dtype` other than F32 is for measuring what its rounding does.
 
         Raises `Refused`: not-available without transformers or for an architecture it does not know, missing-tensor
         when it would fill a parameter with random numbers (transformers itself reports success then).
@@ -50,7 +51,7 @@ class Reference:
                 kind = transformers.AutoModelForImageTextToText if pictures else transformers.AutoModelForCausalLM
                 model, info = kind.from_pretrained(
                     directory,
-                    dtype=torch.float32,
+                    dtype=DTYPES[dtype],
                     local_files_only=True,
                     trust_remote_code=trust_remote_code,
                     output_loading_info=True,
@@ -85,6 +86,33 @@ class Reference:
         with _SplitSums(), self._teacher(forced):
             return self.run(inputs)
 
+    def forced(self, inputs: Mapping[str, NDArray[Any]], given: Mapping[str, NDArray[Any]]) -> Arrays:
+        """`run` with each decoder layer starting from `hidden.i` of `given`."""
+        with self._teacher(given):
+            return self.run(inputs)
+
+    def mixer(self, index: int, inputs: Mapping[str, NDArray[Any]], given: NDArray[Any]) -> NDArray[Any] | None:
+        """What layer `index` adds to the residual stream before its feed-forward, for `given` [batch, tokens, width].
+
+        None when the reference's layer has no attention module under a name known here.
+        """
+        layer = self._model.get_decoder().layers[index]
+        sandwiched = hasattr(layer, "pre_feedforward_layernorm")
+        source = layer.post_attention_layernorm if sandwiched else getattr(layer, "self_attn", None)
+        if source is None:
+            return None
+        kept: list[Tensor] = []
+        hooks = (
+            layer.register_forward_pre_hook(_replace_input(torch.from_numpy(given)), with_kwargs=True),
+            source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out)),
+        )
+        try:
+            self.run(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return kept[0].float().numpy()
+
     @contextlib.contextmanager
     def _teacher(self, forced: Mapping[str, NDArray[Any]] | None) -> Iterator[None]:
         hooks = []
@@ -109,9 +137,13 @@ class Reference:
         mask = tensors.get("attention_mask")
         if mask is not None and bool((mask[:, -1] == 0).any()):  # generation continues from the end: padding goes left
             tensors = {**tensors, **_left_padded(tensors["input_ids"], mask)}
-        out = self._model.generate(
-            **tensors, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, num_beams=1, use_cache=True
-        )
+        own = self._model.generation_config
+        plain = type(own)(max_new_tokens=steps, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
+        self._model.generation_config = plain  # an end-of-sequence token does not end it: every row has all steps
+        try:
+            out = self._model.generate(**tensors, generation_config=plain)
+        finally:
+            self._model.generation_config = own
         return out[:, tensors["input_ids"].shape[1] :].numpy()
 
 
@@ -168,9 +200,9 @@ def _left_padded(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 def _replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
     def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (states, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": states}
+        own = args[0] if args else kwargs["hidden_states"]
+        given = states.to(own.dtype)
+        return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
     return hook
 

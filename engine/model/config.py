@@ -118,7 +118,9 @@ class Config:
         )
 
     def warn(self, code: str, message: str, **fields: object) -> None:
-        self.findings.append(warning(code, message, file="config.json", **fields))
+        found = warning(code, message, file="config.json", **fields)
+        if found not in self.findings:  # layers read the same keys again
+            self.findings.append(found)
 
     def unread(self) -> tuple[str, ...]:
         """Keys at this level and below that hold a value, were never read and are not known to be harmless."""

@@ -176,10 +176,18 @@ def decoder(
         "layers": layers,
         "final_norm": norm,
         "tied_head": bool(config.get("tie_word_embeddings", tie_default)),
-        "max_positions": int(config.get("max_position_embeddings", 0)),
+        "max_positions": _reach(config),
         "dtype": DTYPES.get(config.get("dtype", config.get("torch_dtype", "bfloat16")), "BF16"),
     }
     return ModelSpec(**{**values, **fields})
+
+
+def _reach(config: Config) -> int:
+    """Positions the model is made for: dynamic scaling stretches the trained length, the others state the result."""
+    trained = int(config.get("max_position_embeddings", 0))
+    fields = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    is_dynamic = fields.get("rope_type", fields.get("type")) == "dynamic"
+    return int(trained * float(fields.get("factor", 1.0))) if is_dynamic else trained
 
 
 _M = "(model.|)"

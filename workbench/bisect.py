@@ -1,0 +1,191 @@
+"""Where a wrong result comes from: the first faulty block, its mixer or feed-forward, the operator or the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.workbench.compare import deviation
+from firstlight.workbench.engines import open_engine
+from firstlight.workbench.judge import Case, Verdict
+from firstlight.workbench.report import Draft
+
+if TYPE_CHECKING:
+    from firstlight.workbench.reference import Reference
+
+LARGEST_RERUN_BYTES = 2 << 30  # weights of an engine that is started again to try other operators
+
+
+def blame(
+    draft: Draft,
+    case: Case,
+    verdict: Verdict,
+    engine: EngineLike,
+    options: EngineOptions,
+    reference: Reference | None = None,
+) -> None:
+    """Add the finding that says which block is at fault, as closely as the case allows to tell."""
+    if verdict.bad_layer is not None:
+        draft.find(_faulty_layer(draft, case, verdict, engine, options, reference))
+        return
+    for finding in _outside_layers(case, verdict):
+        draft.find(finding)
+        return
+
+
+def _faulty_layer(
+    draft: Draft,
+    case: Case,
+    verdict: Verdict,
+    engine: EngineLike,
+    options: EngineOptions,
+    reference: Reference | None,
+) -> Finding:
+    index = verdict.bad_layer
+    assert index is not None
+    layer = case.spec.layers[index]
+    kinds = (type(layer.mixer).__name__, type(layer.ffn).__name__)
+    found = verdict.forced.get(index + 1) or verdict.free[index + 1]
+    part = _part(case, index, engine, reference) if reference is not None else None
+    where = f"layer {index}" if part is None else f"layer {index}, {part} ({kinds[part == 'feed-forward']})"
+    how = "given the reference's own input" if index + 1 in verdict.forced else "free running"
+    culprit = _culprit(case, index, engine, options)
+    draft.table(
+        f"{case.prefix}first fault",
+        [
+            {
+                "layer": index,
+                "mixer": kinds[0],
+                "feed_forward": kinds[1],
+                "at_fault": part or "not told apart",
+                "relative": found.relative,
+                "cause": culprit or "not an operator: weights, rules or the spec of this layer",
+            }
+        ],
+    )
+    return fatal(
+        "wrong-numbers",
+        f"{where} is the first block that computes something else than the reference, {how}"
+        + (f"; {culprit}" if culprit else ""),
+        file=case.golden.source,
+        tensors=(f"hidden.{index + 1}",),
+        expected=f"within {case.limit_for(f'hidden.{index + 1}', index + 1 in verdict.forced):.1e} of scale",
+        found=found.broken or f"{found.relative:.2e} of scale, max-abs {found.max_abs:.2e}",
+        next=f"look at the spec and the weight rules of layers.{index}; {_advice(culprit)}",
+    )
+
+
+def _advice(culprit: str | None) -> str:
+    if culprit is None:
+        return "every operator gives the same with its reference implementation"
+    return "run again with the reference implementation (--operator OP=reference), or on one rank"
+
+
+def _part(case: Case, index: int, engine: EngineLike, reference: Reference) -> str:
+    """Which half of the layer is wrong when both start from the reference's input of the layer."""
+    golden = case.golden
+    name = f"layers.{index}.mixer"
+    given = {f"hidden.{index}": golden.hidden[index]}
+    mask = golden.mask
+    ours = engine.trace(
+        golden.input_ids,
+        mask.astype(np.int64),
+        golden.pictures,
+        layers=(index, index + 1),
+        inputs=given,
+        blocks=True,
+    )
+    theirs = reference.mixer(index, golden.inputs(), golden.hidden[index])
+    if name not in ours or theirs is None:
+        return "mixer or feed-forward"
+    limit = case.limit_for(f"hidden.{index + 1}", True)
+    return "feed-forward" if deviation(ours[name][mask], theirs[mask]).passes(limit) else "mixer"
+
+
+def _culprit(case: Case, index: int, engine: EngineLike, options: EngineOptions) -> str | None:
+    """An operator whose reference implementation heals the layer, or the mesh when one rank alone is right."""
+    if index not in case.golden.hidden or engine.info().load_bytes > LARGEST_RERUN_BYTES:
+        return None
+    for words, changed in _alternatives(engine, options):
+        with open_engine(changed) as other:
+            if _heals(case, index, other):
+                return words
+    return None
+
+
+def _alternatives(engine: EngineLike, options: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
+    alone = msgspec.structs.replace(options, mesh=Mesh())
+    if options.mesh.world_size > 1:
+        yield f"one rank alone is right: the division over {options.mesh.describe()} is at fault", alone
+        return
+    everything = {op: "reference" for op, _, chosen, _ in engine.info().operators if chosen}
+    if all(name == "reference" for _, name, chosen, _ in engine.info().operators if chosen):
+        return
+    for operator, name, chosen, _ in engine.info().operators:
+        if chosen and name != "reference":
+            words = f"operator {operator} is at fault: its implementation {name} differs from the reference one"
+            yield words, msgspec.structs.replace(alone, operators={**options.operators, operator: "reference"})
+    together = "with the reference implementations of all operators it is right"
+    yield together, msgspec.structs.replace(alone, operators=everything)
+
+
+def _heals(case: Case, index: int, engine: EngineLike) -> bool:
+    golden, name = case.golden, f"hidden.{index + 1}"
+    ours = engine.trace(
+        golden.input_ids,
+        golden.mask.astype(np.int64),
+        golden.pictures,
+        layers=(index, index + 1),
+        inputs={f"hidden.{index}": golden.hidden[index]},
+    )
+    found = deviation(ours[name][golden.mask], golden.outputs[name][golden.mask])
+    return found.passes(case.limit_for(name, True))
+
+
+def _outside_layers(case: Case, verdict: Verdict) -> Iterator[Finding]:
+    """Faults before the first layer and behind the last, and errors that only add up."""
+    limit = case.limit_for("hidden.0")
+    features = verdict.others.get("image_features")
+    if features is not None and not features.passes(case.limit_for("image_features")):
+        yield _outside(case, "the vision tower or the projector", "image_features", features.relative)
+    if 0 in verdict.free and not verdict.free[0].passes(limit):
+        yield _outside(case, _embedding_words(case, verdict), "hidden.0", verdict.free[0].relative)
+    head = verdict.others.get("teacher.logits")
+    if head is not None and not head.passes(case.limit_for("logits", True)):
+        yield _outside(case, "the output head", "logits", head.relative)
+    if verdict.forced and not any(not d.passes(case.limit_for(f"hidden.{i}", True)) for i, d in verdict.forced.items()):
+        wrong = next((i for i, d in verdict.free.items() if not d.passes(case.limit_for(f"hidden.{i}"))), None)
+        if wrong is not None:
+            message = "errors that only add up: every block alone is right on the reference's input"
+            yield _outside(case, message, f"hidden.{wrong}", verdict.free[wrong].relative)
+
+
+def _embedding_words(case: Case, verdict: Verdict) -> str:
+    """Whether text or placeholders are wrong at the decoder's input."""
+    vision, golden = case.spec.vision, case.golden
+    if vision is None or "hidden.0" not in verdict.traced:
+        return "the token embedding or its scale"
+    at_R = (golden.input_ids == vision.image_token_id)[golden.mask]
+    ours, theirs = verdict.traced["hidden.0"][golden.mask], golden.outputs["hidden.0"][golden.mask]
+    limit = case.limit_for("hidden.0")
+    text_right = bool((~at_R).any()) and deviation(ours[~at_R], theirs[~at_R]).passes(limit)
+    return "picture features at the placeholders" if text_right else "the token embedding or its scale"
+
+
+def _outside(case: Case, what: str, name: str, relative: float) -> Finding:
+    return fatal(
+        "wrong-numbers",
+        f"{what}: first difference at {name}",
+        file=case.golden.source,
+        tensors=(name,),
+        expected=f"within {case.limit_for(name):.1e} of scale",
+        found=f"{relative:.2e} of scale",
+        next="look at the family's spec and rules for this part, and at the inputs of the golden file",
+    )

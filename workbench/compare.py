@@ -1,0 +1,139 @@
+"""How far two results are apart, and whether that is noise, a tie or a fault. numpy only.
+
+Legend: R rows (real tokens), W width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32_LIMIT = 1e-3  # of the reference's own scale
+EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
+TOP_N = 10
+SMALLEST_SHARE = 1e-3  # a row's scale counts as at least this share of the largest row's
+
+
+def limit_of(dtype: str) -> float:
+    """The relative max-abs that passes: 1e-3 in float32; sixteen steps of rounding in a narrower dtype."""
+    return max(F32_LIMIT, 16 * EPSILON[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far `ours` [R, W] is from `theirs`.
+
+    `relative` is the largest difference in a row over the largest value of the reference in that row, the worst row
+    counting: so a token with huge activations does not hide another's fault. `overall` is the same over the whole
+    array's scale. `row` is the worst row. `broken` names the first value of ours that is not finite.
+    """
+
+    relative: float
+    overall: float
+    max_abs: float
+    mean_abs: float
+    cosine: float
+    row: int
+    broken: str = ""
+
+    def passes(self, limit: float) -> bool:
+        return not self.broken and self.relative <= limit
+
+
+def deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
+    """Compare two arrays of the same shape [R, W]; the reference's values are finite."""
+    if not np.isfinite(ours).all():
+        row, column = (int(i) for i in np.argwhere(~np.isfinite(ours))[0])
+        count = int((~np.isfinite(ours)).sum())
+        broken = f"{ours[row, column]} at token {row}, channel {column}; {count} values are not finite"
+        return Deviation(np.inf, np.inf, np.inf, np.inf, 0.0, row, broken)
+    ours64, theirs64 = ours.astype(np.float64), theirs.astype(np.float64)
+    difference = np.abs(ours64 - theirs64)
+    scale_R = np.abs(theirs64).max(axis=1)
+    largest = float(scale_R.max(initial=0.0))
+    error_R = difference.max(axis=1)
+    floor = max(largest * SMALLEST_SHARE, np.finfo(np.float64).tiny)
+    relative_R = error_R / np.maximum(scale_R, floor)
+    row = int(relative_R.argmax())
+    norms = float(np.linalg.norm(ours64) * np.linalg.norm(theirs64))
+    return Deviation(
+        relative=float(relative_R[row]),
+        overall=float(error_R.max() / max(largest, np.finfo(np.float64).tiny)),
+        max_abs=float(error_R.max()),
+        mean_abs=float(difference.mean()),
+        cosine=float((ours64 * theirs64).sum() / norms) if norms else float(not difference.any()),
+        row=row,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Agreement of two sets of logits on what is likeliest, flips at near-ties apart from faults.
+
+    A flip is a near-tie when the reference itself puts the two tokens within twice the allowed deviation of each other.
+    `faults` are the rows of flips that are none. `overlap` is the mean share of the reference's top N found in ours.
+    """
+
+    rows: int
+    agree: int
+    ties: tuple[int, ...]
+    faults: tuple[int, ...]
+    overlap: float
+    strangers: tuple[int, ...]  # rows where a token of the reference's top N is missing without being close to the N-th
+
+    @property
+    def agreement(self) -> float:
+        return self.agree / self.rows
+
+
+def ranking(ours: NDArray[Any], theirs: NDArray[Any], limit: float, top_n: int = TOP_N) -> Ranking:
+    """Compare logits [R, V]; `limit` is the relative deviation that is allowed."""
+    rows = np.arange(len(theirs))
+    top_n = min(top_n, theirs.shape[1])
+    best_R, our_best_R = theirs.argmax(axis=1), ours.argmax(axis=1)
+    margin_R = 2 * limit * np.abs(theirs).max(axis=1)
+    flipped_R = best_R != our_best_R
+    close_R = theirs[rows, best_R] - theirs[rows, our_best_R] <= margin_R
+    top_RN = np.argpartition(-theirs, top_n - 1, axis=1)[:, :top_n]
+    our_top_RN = np.argpartition(-ours, top_n - 1, axis=1)[:, :top_n]
+    found_RN = (top_RN[:, :, None] == our_top_RN[:, None, :]).any(axis=2)
+    values_RN = np.take_along_axis(theirs, top_RN, axis=1)
+    last_R1 = values_RN.min(axis=1, keepdims=True)
+    strange_R = (~found_RN & (values_RN - last_R1 > margin_R[:, None])).any(axis=1)
+    return Ranking(
+        rows=len(rows),
+        agree=int((~flipped_R).sum()),
+        ties=_indices(flipped_R & close_R),
+        faults=_indices(flipped_R & ~close_R),
+        overlap=float(found_RN.mean()),
+        strangers=_indices(strange_R),
+    )
+
+
+def divergence(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
+    """KL(reference || ours) of each row of logits [R, V], in nats."""
+    p, q = log_softmax(theirs), log_softmax(ours)
+    return np.maximum((np.exp(p) * (p - q)).sum(axis=1), 0.0)
+
+
+def divergence_limit(theirs: NDArray[Any], limit: float) -> float:
+    """The largest divergence that deviations within the limit can make: for |error| <= e it is about e^2 / 2."""
+    return max(float((limit * np.abs(theirs).max()) ** 2), 1e-9)
+
+
+def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
+    """Log-probabilities of each row, in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def first_bad(errors: dict[int, Deviation], limits: dict[int, float]) -> int | None:
+    """The lowest index whose deviation does not pass."""
+    return next((index for index in sorted(errors) if not errors[index].passes(limits[index])), None)
+
+
+def _indices(flags: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(int(index) for index in np.flatnonzero(flags))

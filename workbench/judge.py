@@ -1,0 +1,362 @@
+"""One reference result against an engine: every comparison as a check, a row of a table, and the first bad block.
+
+Legend: B batch, T padded length, R real tokens of all rows, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.serving.api import EngineLike
+from firstlight.workbench.compare import (
+    TOP_N,
+    Deviation,
+    Ranking,
+    deviation,
+    divergence,
+    divergence_limit,
+    log_softmax,
+    ranking,
+)
+from firstlight.workbench.golden import Arrays, Golden
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.report import Draft
+
+LEAST_LIMIT = 1e-4  # a measured floor does not narrow the limit below this
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What an engine is held against.
+
+    `floor` and `forced_floor` are the reference's own noise, relative, by name. `layers` [first, last) limits the
+    comparison. `eos_ids` end a generated row: what stands behind them is padding.
+    """
+
+    golden: Golden
+    spec: ModelSpec
+    limit: float
+    name: str = ""
+    eos_ids: frozenset[int] = frozenset()
+    noise_factor: float = 16.0  # how many times the reference's own noise still passes
+    decodes: bool = True  # whether the engine's context holds the generated tokens
+    layers: tuple[int, int] | None = None
+    floor: Mapping[str, float] = field(default_factory=dict)
+    forced_floor: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Generated tokens to compare; none when only some layers are."""
+        generated = self.golden.outputs.get("generated")
+        return 0 if generated is None or self.layers is not None else int(generated.shape[1])
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name} " if self.name else ""
+
+    def limit_for(self, name: str, forced: bool = False) -> float:
+        """The limit of a comparison: the given one, or what the measured floor allows."""
+        floor = (self.forced_floor if forced else self.floor).get(name)
+        return self.limit if floor is None else min(max(self.noise_factor * floor, LEAST_LIMIT), self.limit)
+
+    def wants(self, index: int) -> bool:
+        """Whether hidden.`index` is asked for."""
+        return self.layers is None or self.layers[0] <= index <= self.layers[1]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came out of one case. `free` and `forced`: hidden.i by i; forced: from the reference's hidden.(i - 1)."""
+
+    free: dict[int, Deviation] = field(default_factory=dict)
+    forced: dict[int, Deviation] = field(default_factory=dict)
+    others: dict[str, Deviation] = field(default_factory=dict)  # logits, teacher.logits, image_features
+    traced: Arrays = field(default_factory=dict)
+    bad_layer: int | None = None  # the first whose own output is wrong
+    passed: bool = True
+
+
+def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | None = None) -> Verdict:
+    """Run the engine on the case's inputs, free and teacher-forced, and write every comparison into the draft."""
+    say = progress or Progress()
+    before = len(draft.checks)
+    golden, verdict = case.golden, Verdict()
+    steps = case.steps if case.decodes else 0
+    say("free running", 0, 1, "passes")
+    mask = golden.mask.astype(np.int64)
+    free = engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, steps=steps)
+    verdict.traced = free
+    forced: Arrays = {}
+    given = {f"hidden.{i}": value for i, value in golden.hidden.items()}
+    if given:
+        say("teacher-forced", 0, 1, "passes")
+        forced = engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, inputs=given)
+    _hidden(draft, case, free, forced, verdict)
+    if "image_features" in golden.outputs and (case.layers is None or case.layers[0] == 0):
+        _image_features(draft, case, free, verdict)
+    if "logits" in golden.outputs and _has_logits(case, free, verdict, draft):
+        _logits(draft, case, free["logits"], forced.get("logits"), verdict)
+    if steps:
+        say("generated", 0, steps, "tokens")
+        _generated(draft, case, engine, free["generated"])
+    elif case.steps:
+        longest = f"{golden.longest} + {case.steps} tokens are more than the model has positions for"
+        draft.check(f"{case.prefix}generated", None, detail=longest)
+    _first_fault(draft, case, verdict)
+    _layer_table(draft, case, verdict)
+    verdict.passed = all(check.status != "failed" for check in draft.checks[before:])
+    return verdict
+
+
+def _hidden(draft: Draft, case: Case, free: Arrays, forced: Arrays, verdict: Verdict) -> None:
+    """hidden.i and teacher.i for every i that the golden file holds."""
+    golden = case.golden
+    for index, theirs in golden.hidden.items():
+        if not case.wants(index):
+            continue
+        name = f"hidden.{index}"
+        verdict.free[index] = _compare(draft, case, name, name, free.get(name), theirs)
+        if index and name in forced:
+            verdict.forced[index] = _compare(draft, case, f"teacher.{index}", name, forced[name], theirs, True)
+
+
+def _compare(
+    draft: Draft,
+    case: Case,
+    check: str,
+    name: str,
+    ours: NDArray[Any] | None,
+    theirs: NDArray[Any],
+    forced: bool = False,
+) -> Deviation:
+    mask, limit = case.golden.mask, case.limit_for(name, forced)
+    if ours is None:
+        draft.check(case.prefix + check, False, limit=limit, unit="of scale", detail=f"the engine shows no {name}")
+        return Deviation(np.inf, np.inf, np.inf, np.inf, 0.0, 0, "absent")
+    found = deviation(ours[mask], theirs[mask])
+    where = place(mask, found.row)
+    detail = _words(found, limit, where)
+    draft.check(
+        case.prefix + check, found.passes(limit), value=found.relative, limit=limit, unit="of scale", detail=detail
+    )
+    return found
+
+
+def _words(found: Deviation, limit: float, where: str) -> str:
+    if found.passes(limit):
+        return f"max-abs {found.max_abs:.2e}"
+    return found.broken or f"max-abs {found.max_abs:.2e}, cosine {found.cosine:.8f}, worst at {where}"
+
+
+def place(mask: NDArray[np.bool_], row: int) -> str:
+    """Where a real token stands, in words."""
+    batch, column = (int(i) for i in np.argwhere(mask)[row])
+    return f"row {batch}, token {column}"
+
+
+def _image_features(draft: Draft, case: Case, free: Arrays, verdict: Verdict) -> None:
+    theirs, ours = case.golden.outputs["image_features"], free.get("image_features")
+    limit = case.limit_for("image_features")
+    if ours is None or ours.shape != theirs.shape:
+        shape = "none" if ours is None else str(list(ours.shape))
+        detail = f"the engine gives {shape}, the reference {list(theirs.shape)}"
+        draft.check(f"{case.prefix}image_features", False, limit=limit, unit="of scale", detail=detail)
+        return
+    found = deviation(ours, theirs)
+    detail = _words(found, limit, f"feature {found.row}")
+    draft.check(
+        f"{case.prefix}image_features",
+        found.passes(limit),
+        value=found.relative,
+        limit=limit,
+        unit="of scale",
+        detail=detail,
+    )
+    verdict.others["image_features"] = found
+
+
+def _has_logits(case: Case, free: Arrays, verdict: Verdict, draft: Draft) -> bool:
+    if "logits" in free:
+        return True
+    if case.layers is None:
+        _compare(draft, case, "logits", "logits", None, case.golden.outputs["logits"])
+    return False
+
+
+def _logits(draft: Draft, case: Case, ours: NDArray[Any], forced: NDArray[Any] | None, verdict: Verdict) -> None:
+    mask, limit = case.golden.mask, case.limit_for("logits")
+    theirs = case.golden.outputs["logits"]
+    found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", ours, theirs)
+    if forced is not None:
+        verdict.others["teacher.logits"] = _compare(draft, case, "teacher.logits", "logits", forced, theirs, True)
+    if found.broken:
+        return
+    ours_RV, theirs_RV = ours[mask], theirs[mask]
+    kl_R = divergence(ours_RV, theirs_RV)
+    kl_limit = divergence_limit(theirs_RV, limit)
+    worst = int(kl_R.argmax())
+    draft.check(
+        f"{case.prefix}kl",
+        bool(kl_R[worst] <= kl_limit),
+        value=float(kl_R[worst]),
+        limit=kl_limit,
+        unit="nat",
+        detail=f"KL(reference || ours), largest at {place(mask, worst)}, mean {kl_R.mean():.2e}",
+    )
+    ranks = ranking(ours_RV, theirs_RV, limit)
+    _ranks(draft, case, ranks)
+    draft.metric(f"{case.prefix}logits_max_abs", found.max_abs, "logits", f"mean-abs {found.mean_abs:.2e}")
+    draft.metric(f"{case.prefix}kl_mean", float(kl_R.mean()), "nat", f"over {len(kl_R):,} tokens")
+    draft.metric(f"{case.prefix}top1_agreement", ranks.agreement, "share", f"{len(ranks.ties)} flips at near-ties")
+    draft.metric(f"{case.prefix}top{TOP_N}_overlap", ranks.overlap, "share", "mean over tokens")
+    _top_table(draft, case, ours_RV, theirs_RV, kl_R)
+
+
+def _ranks(draft: Draft, case: Case, ranks: Ranking) -> None:
+    mask = case.golden.mask
+    words = f"{ranks.agree:,} of {ranks.rows:,} equal"
+    if ranks.ties:
+        words += f", {len(ranks.ties):,} at near-ties of the reference"
+    if ranks.faults:
+        words += f", {len(ranks.faults):,} flipped, first at {place(mask, ranks.faults[0])}"
+    draft.check(f"{case.prefix}top1", not ranks.faults, value=len(ranks.faults), limit=0, unit="tokens", detail=words)
+    strange = f", first at {place(mask, ranks.strangers[0])}" if ranks.strangers else ""
+    draft.check(
+        f"{case.prefix}top{TOP_N}",
+        not ranks.strangers,
+        value=len(ranks.strangers),
+        limit=0,
+        unit="tokens",
+        detail=f"{ranks.overlap:.2%} of the reference's {TOP_N} likeliest are among ours{strange}",
+    )
+
+
+def _top_table(
+    draft: Draft, case: Case, ours_RV: NDArray[Any], theirs_RV: NDArray[Any], kl_R: NDArray[np.float64]
+) -> None:
+    """The likeliest tokens at the last token of each row, ours beside the reference's."""
+    mask = case.golden.mask
+    last = np.cumsum(mask.sum(axis=1)) - 1
+    rows = []
+    for batch, row in enumerate(last[:8]):
+        p, q = np.exp(log_softmax(theirs_RV[row : row + 1])[0]), np.exp(log_softmax(ours_RV[row : row + 1])[0])
+        best, ours_best = np.argsort(-p)[:5], np.argsort(-q)[:5]
+        rows.append(
+            {
+                "row": batch,
+                "reference": ", ".join(f"{i} ({p[i]:.4f})" for i in best),
+                "ours": ", ".join(f"{i} ({q[i]:.4f})" for i in ours_best),
+                "kl_nat": float(kl_R[row]),
+            }
+        )
+    draft.table(f"{case.prefix}likeliest at the last token", rows)
+
+
+def _generated(draft: Draft, case: Case, engine: EngineLike, ours: NDArray[Any]) -> None:
+    """The greedy continuation through the cache: equal to the reference's, or up to a near-tie of the two tokens."""
+    theirs = case.golden.outputs["generated"]
+    same, first = True, ""
+    forgiven, passed_over = 0, 0
+    for batch, (row, expected) in enumerate(zip(ours, theirs, strict=True)):
+        if _is_stretched(case.spec) and case.golden.mask[batch].sum() < case.golden.longest:
+            passed_over += 1
+            continue
+        stop = _until_end(case, expected)
+        differing = np.flatnonzero(row[:stop] != expected[:stop])
+        if not len(differing):
+            continue
+        step = int(differing[0])
+        if _is_tie(case, engine, batch, expected[: step + 1], int(row[step])):
+            forgiven += 1
+            continue
+        same = False
+        first = first or f"row {batch}, step {step}: {int(row[step])} instead of {int(expected[step])}"
+    words = first or f"{theirs.shape[0]} rows of {theirs.shape[1]} steps"
+    if forgiven:
+        words += f", {forgiven} part at a near-tie"
+    if passed_over:
+        words += f", {passed_over} shorter rows passed over: the reference stretches their positions to the longest row"
+    draft.check(f"{case.prefix}generated", same, value=int(not same), limit=0, unit="differences", detail=words)
+
+
+def _is_stretched(spec: ModelSpec) -> bool:
+    """Whether rotary frequencies depend on the length of the context."""
+    ropes = [layer.mixer.rope for layer in spec.layers]
+    return any(rope and rope.scaling and rope.scaling.kind in ("dynamic", "longrope") for rope in ropes)
+
+
+def _until_end(case: Case, expected: NDArray[Any]) -> int:
+    """Steps that count: through the first end-of-sequence token; references fill the rest with padding."""
+    ends = [step for step, token in enumerate(expected) if int(token) in case.eos_ids]
+    return ends[0] + 1 if ends else len(expected)
+
+
+def _is_tie(case: Case, engine: EngineLike, batch: int, expected: NDArray[Any], ours: int) -> bool:
+    """Whether the reference's last token and ours are within the limit of each other after the same prefix."""
+    golden = case.golden
+    prefix = np.concatenate([golden.input_ids[batch][golden.mask[batch]], expected[:-1]])[None]
+    logits_V = engine.trace(prefix, None, _pictures_of(case, batch))["logits"][0, -1]
+    margin = abs(float(logits_V[ours] - logits_V[int(expected[-1])]))
+    return margin <= 2 * case.limit * float(np.abs(logits_V).max())
+
+
+def _pictures_of(case: Case, batch: int) -> Arrays:
+    """The picture tensors of one row: pictures are in the order of their placeholders."""
+    golden, vision = case.golden, case.spec.vision
+    if not golden.pictures or vision is None:
+        return {}
+    is_placeholder = (golden.input_ids == vision.image_token_id) & golden.mask
+    counts = is_placeholder.sum(axis=1) // vision.tokens_per_image
+    first = int(counts[:batch].sum())
+    return {name: value[first : first + int(counts[batch])] for name, value in golden.pictures.items()}
+
+
+def _first_fault(draft: Draft, case: Case, verdict: Verdict) -> None:
+    """Name the first block whose own output is wrong: teacher forcing tells a faulty block from one fed wrongly."""
+    bad = next((i for i, d in verdict.forced.items() if not d.passes(case.limit_for(f"hidden.{i}", True))), None)
+    if bad is not None:
+        verdict.bad_layer = bad - 1
+        return
+    wrong = next((i for i, d in verdict.free.items() if not d.passes(case.limit_for(f"hidden.{i}"))), None)
+    if wrong is not None and wrong - 1 not in case.golden.hidden and wrong:
+        verdict.bad_layer = wrong - 1
+
+
+def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
+    rows = []
+    for index, free in verdict.free.items():
+        forced = verdict.forced.get(index)
+        limit, forced_limit = case.limit_for(f"hidden.{index}"), case.limit_for(f"hidden.{index}", True)
+        rows.append(
+            {
+                "hidden": index,
+                "of": "embedding" if index == 0 else f"layer {index - 1}",
+                "free_running": free.relative,
+                "teacher_forced": None if forced is None else forced.relative,
+                "floor": case.floor.get(f"hidden.{index}"),
+                "forced_floor": case.forced_floor.get(f"hidden.{index}"),
+                "limit": limit,
+                "cosine": free.cosine,
+                "max_abs": free.max_abs,
+                "verdict": _word(free, forced, limit, forced_limit),
+            }
+        )
+    if rows:
+        optional = ("teacher_forced", "floor", "forced_floor")
+        empty = [name for name in optional if all(row[name] is None for row in rows)]
+        kept = [{key: value for key, value in row.items() if key not in empty} for row in rows]
+        draft.table(f"{case.prefix}layers", kept)
+
+
+def _word(free: Deviation, forced: Deviation | None, limit: float, forced_limit: float) -> str:
+    if forced is not None and not forced.passes(forced_limit):
+        return "fault here"
+    if not free.passes(limit):
+        return "not finite" if free.broken else "wrong input" if forced is not None else "apart"
+    return "equal"

@@ -1,0 +1,181 @@
+"""The rung `verify`: an engine's numbers against a golden file or transformers, layer by layer, under any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.workbench.bisect import blame
+from firstlight.workbench.compare import limit_of
+from firstlight.workbench.engines import open_engine
+from firstlight.workbench.golden import Golden
+from firstlight.workbench.judge import Case, judge
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.report import Draft, Report
+
+if TYPE_CHECKING:
+    from firstlight.engine.serving.api import EngineLike
+    from firstlight.workbench.reference import Reference
+
+
+def verify(
+    options: EngineOptions,
+    golden: str | Path | None = None,
+    reference: str | None = None,
+    *,
+    layers: tuple[int, int] | None = None,
+    limit: float | None = None,
+    engine: EngineLike | None = None,
+    prompt: str | None = None,
+    pictures: Sequence[str | Path] = (),
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Compare the checkpoint of `options` under its mesh with a golden file, else with transformers.
+
+    Float32 on the CPU unless `options` name a dtype or device. `engine`, one that runs already, is used as it is.
+    `layers` [first, last) limits the comparison; `limit` replaces the relative max-abs that passes. Against
+    transformers the inputs are `prompt` and `pictures` (or ones of our own) and random tokens, and what passes follows
+    from the reference's own noise. Raises `Refused`: bad-golden, not-available, and what a start may be refused for.
+    """
+    checkpoint = Checkpoint.open(options.checkpoint)
+    spec, _ = FAMILIES.describe(checkpoint.config)
+    _check_layers(layers, spec)
+    options = _defaults(options)
+    dtype = options.dtype if engine is None else engine.info().dtype
+    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {dtype}")
+    within = limit_of(dtype) if limit is None else limit
+    say = progress or Progress("verify")
+    oracle: Reference | None = None
+    if golden is not None:
+        cases = [_golden_case(draft, Golden.read(golden), spec, within, layers, eos_ids(checkpoint))]
+    else:
+        from firstlight.workbench.probes import reference_cases
+
+        _check_reference(reference)
+        oracle, cases = reference_cases(
+            draft,
+            checkpoint,
+            spec,
+            dtype,
+            within,
+            layers,
+            prompt,
+            pictures,
+            trust_remote_code,
+            eos_ids(checkpoint),
+            say,
+        )
+    cases = [_decodable(case, spec) for case in cases]
+    options = _sized(options, cases)
+    draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
+    with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
+        verdicts = [judge(draft, running, case, say) for case in cases]
+        for case, verdict in zip(cases, verdicts, strict=True):
+            if not verdict.passed:
+                blame(draft, case, verdict, running, options, oracle)
+    return draft.close()
+
+
+def _golden_case(
+    draft: Draft, golden: Golden, spec: ModelSpec, limit: float, layers: tuple[int, int] | None, ends: frozenset[int]
+) -> Case:
+    draft.find(golden.check(spec))
+    if not golden.hidden:
+        draft.find(
+            note(
+                "bad-golden",
+                "no hidden states in the golden file: a fault can be seen but not located",
+                file=golden.source,
+                next="write hidden.0 ... hidden.L as well (output_hidden_states=True)",
+            )
+        )
+    if golden.longest > spec.max_positions:
+        draft.find(
+            warning(
+                "context-too-long",
+                "the golden file's sequences are longer than the model has positions for",
+                file=golden.source,
+                expected=f"at most {spec.max_positions} tokens",
+                found=str(golden.longest),
+                next="compare shorter sequences as well",
+            )
+        )
+    draft.metric("tokens", int(golden.mask.sum()), "tokens", f"in {golden.mask.shape[0]} sequences")
+    return Case(golden=golden, spec=spec, limit=limit, layers=layers, eos_ids=ends)
+
+
+def _decodable(case: Case, spec: ModelSpec) -> Case:
+    """Whether the generated tokens fit the model's positions; an engine is not started with a longer context."""
+    return replace(case, decodes=case.golden.longest + case.steps <= spec.max_positions)
+
+
+def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:
+    """A cache no larger than the cases need."""
+    needed = max((case.golden.longest + case.steps for case in cases if case.decodes and case.steps), default=16)
+    rows = max(len(case.golden.input_ids) for case in cases)
+    return msgspec.structs.replace(options, max_context=needed, max_batch=min(options.max_batch, rows))
+
+
+def _defaults(options: EngineOptions) -> EngineOptions:
+    """Float32 on the CPU, nothing warmed up: what is compared is the mathematics."""
+    return msgspec.structs.replace(
+        options,
+        dtype="F32" if options.dtype == "auto" else options.dtype,
+        device="cpu" if options.device == "auto" else options.device,
+        num_pages=None,
+        warm_up=False,
+    )
+
+
+def _check_layers(layers: tuple[int, int] | None, spec: ModelSpec) -> None:
+    if layers is not None and not 0 <= layers[0] < layers[1] <= spec.num_layers:
+        raise Refused(
+            fatal(
+                "usage",
+                "there is no such range of layers",
+                expected=f"FIRST:LAST within 0:{spec.num_layers}",
+                found=f"{layers[0]}:{layers[1]}",
+                next="correct --layers",
+            )
+        )
+
+
+def _check_reference(reference: str | None) -> None:
+    if reference not in (None, "transformers"):
+        raise Refused(
+            fatal(
+                "usage",
+                f"{reference!r} is not a reference that is known",
+                expected="transformers, or a golden file",
+                found=str(reference),
+                next="give --reference transformers or --golden FILE",
+            )
+        )
+
+
+def eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """Tokens that end a reference's answer: those of generation_config.json and of config.json at both levels."""
+    config = checkpoint.config
+    levels = [config, config.get("text_config") or {}]
+    if "generation_config.json" in checkpoint.side_files:
+        with contextlib.suppress(ValueError, OSError):
+            levels.append(json.loads((Path(checkpoint.directory) / "generation_config.json").read_text()))
+    found: set[int] = set()
+    for level in levels:
+        ids = level.get("eos_token_id")
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
