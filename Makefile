@@ -76,7 +76,7 @@ gpu-check: install ## what needs an accelerator: operators against their referen
 
 .PHONY: bench
 bench: install ## the benchmarks of tests/benchmarks, one after the other
-	for file in tests/benchmarks/bench_*.py; do $(BIN)/python "$$file" $(ARGS); done
+	for file in tests/benchmarks/bench_*.py; do $(BIN)/python -m "tests.benchmarks.$$(basename "$$file" .py)" $(ARGS); done
 
 .PHONY: notebooks
 notebooks: install ## execute every notebook; results as HTML in build/notebooks
