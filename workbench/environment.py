@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
@@ -62,7 +63,7 @@ def _machine() -> dict[str, Any]:
         "hostname": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
         "cpu": cpu_model(),
-        "cores": _cores(),
+        "cores": core_count(),
         "memory_bytes": memory_bytes(),
     }
 
@@ -78,10 +79,8 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def core_count() -> int:
     """Cores this process may use."""
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

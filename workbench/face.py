@@ -13,7 +13,7 @@ from firstlight.engine.findings import Finding
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
-from firstlight.workbench.render.terminal import finding_fields, print_report
+from firstlight.workbench.render.terminal import STYLES, finding_fields, print_report
 from firstlight.workbench.report import Report
 
 if TYPE_CHECKING:
@@ -72,6 +72,18 @@ class Face:
         self.settle()
         if not self.quiet:
             print(text, file=sys.stderr)
+
+    def verdict(self, status: str, verb: str, checks: str, duration: str, figures: str) -> None:
+        """One rung in one line."""
+        self.settle()
+        if self.quiet:
+            return
+        from rich.console import Console
+        from rich.text import Text
+
+        line = Text.assemble((f"{status:<8}", STYLES[status]), "  ", (f"{verb:<8}", "bold"))
+        line.append(f"  {checks:<16}  {duration:>9}  ").append(figures, "dim")
+        Console(file=self.out, highlight=False).print(line, no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str = "") -> None:
         self.text(text + "\n")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.request import Delta, SamplingParams
 from firstlight.engine.serving.stream import EngineFailed
+from firstlight.workbench.inputs_report import add_inputs
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import has_chat_template
 
@@ -52,7 +51,7 @@ def generate(
         raise EngineFailed((last and last.error) or "the engine gave no answer")
     _figures(draft, last, len(tokens), first_s)
     draft.table("answer", [{"text": text, "finish": last.finish, "seed": last.seed, "token_ids": tokens}])
-    _inputs(draft, prepare(info.checkpoint, prompt, images, chat))
+    add_inputs(draft, prepare(info.checkpoint, prompt, images, chat))
     return draft.close()
 
 
@@ -79,17 +78,3 @@ def _figures(draft: Draft, last: Delta, count: int, since_start_s: float | None)
     draft.metric("tokens_per_s", rate, "tokens/s", why)
     if last.seed is not None:
         draft.metric("seed", last.seed, "seed")
-
-
-def _inputs(draft: Draft, prepared: Prepared) -> None:
-    record = prepared.record
-    draft.find(record.findings)
-    draft.table("prompt", [{"text": prepared.text, "token_ids": prepared.input_ids[0].tolist()}])
-    draft.table("pictures", _picture_rows(prepared))
-    draft.table("constants", (msgspec.to_builtins(constant) for constant in record.constants))
-
-
-def _picture_rows(prepared: Prepared) -> Iterator[dict[str, Any]]:
-    record = prepared.record
-    for picture, (start, count) in zip(record.pictures, prepared.image_spans, strict=True):
-        yield {**msgspec.to_builtins(picture), "first_position": start, "tokens": count}

@@ -21,6 +21,7 @@ from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.workbench.report import Draft, Report
 
+DEFAULT_CONTEXT = 4096
 PREFILL_TOKENS = 4096  # of the step whose time is estimated
 
 
@@ -29,16 +30,19 @@ def plan(
     cluster: Cluster,
     mesh: Mesh | None = None,
     *,
-    context: int = 4096,
+    context: int | None = None,
     concurrency: int = 1,
     cache_dtype: str = "BF16",
     headroom: float = HEADROOM,
     objective: Objective = "latency",
+    full_window: bool = False,
 ) -> Report:
     """Lays a model out on a cluster, by `mesh` or, without one, the best layout for `objective`.
 
-    `source`: a checkpoint's directory or a configuration alone (`data/models/*.json`, or the name of one). The report
-    fails when the layout does not fit. Raises `Refused` when the wish is impossible or the source is none.
+    `context` None: 4,096 tokens, or what the model has positions for. `full_window`: windowed layers keep the whole
+    context, as the engine does. `source`: a checkpoint's directory or a configuration alone (`data/models/*.json`, or
+    the name of one). The report fails when the layout does not fit. Raises `Refused` when the wish is impossible or the
+    source is none.
     """
     name, config = read_config(source)
     draft = Draft("plan", name)
@@ -49,11 +53,12 @@ def plan(
         stored_format(config, spec.dtype),
         cluster,
         mesh,
-        context=context,
+        context=context or min(DEFAULT_CONTEXT, spec.max_positions),
         concurrency=concurrency,
         cache_dtype=cache_dtype,
         headroom=headroom,
         objective=objective,
+        full_window=full_window,
     )
     draft.title = f"{name} on {cluster.describe()}, {found.mesh.describe()}"
     _verdict(draft, found)

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     if not arguments.prompt:
         raise Refused(fatal("usage", "there is no prompt", expected="--prompt TEXT", found="none", next="add --prompt"))
     params, engine_options = options.params_of(arguments), options.options_of(arguments)
-    _refuse_absent(arguments.image)
+    options.refuse_absent_pictures(arguments.image)
     from firstlight.workbench.engines import open_engine
     from firstlight.workbench.environment import since_process_start_s
     from firstlight.workbench.generate import generate
@@ -43,24 +43,6 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     session.face.line()
     session.face.aside(_summary(report))
     return report
-
-
-def _refuse_absent(images: list[str]) -> None:
-    """A picture that is not there is said before the model is loaded."""
-    from pathlib import Path
-
-    for image in images:
-        if "://" not in image and not image.startswith("data:") and not Path(image).is_file():
-            raise Refused(
-                fatal(
-                    "not-found",
-                    f"the picture {image} is not there",
-                    file=image,
-                    expected="an image file",
-                    found="a directory" if Path(image).is_dir() else "nothing of that name",
-                    next="correct --image",
-                )
-            )
 
 
 def _summary(report: Report) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
@@ -81,6 +82,22 @@ def sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
+
+
+def refuse_absent_pictures(images: list[str]) -> None:
+    """Says that a picture is not there before anything is loaded for it."""
+    for image in images:
+        if not image.startswith("data:") and "://" not in image and not Path(image).is_file():
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"the picture {image} is not there",
+                    file=image,
+                    expected="an image file",
+                    found="a directory" if Path(image).is_dir() else "nothing of that name",
+                    next="correct --image",
+                )
+            )
 
 
 def mesh_of(arguments: argparse.Namespace) -> Mesh:

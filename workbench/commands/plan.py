@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", metavar="C", help="[NODESx]COUNTxDEVICE, e.g. 8xH200 or 2x8xB200, or a YAML file (default: here)"
     )
-    parser.add_argument("--context", type=options.positive, metavar="N", default=4096, help="tokens of one sequence")
+    parser.add_argument("--context", type=options.positive, metavar="N", help="tokens of one sequence (default 4096)")
     parser.add_argument("--concurrency", type=options.positive, metavar="N", default=1, help="sequences at once")
     parser.add_argument("--objective", choices=OBJECTIVES, default="latency", help="what to lay out for without a mesh")
     parser.add_argument("--cache-dtype", type=options.dtype, metavar="D", default="BF16", help="dtype of the cache")
@@ -27,14 +27,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
-    from firstlight.engine.parallel.hardware import local_cluster, parse_cluster
+    from firstlight.engine.parallel.hardware import parse_cluster
+    from firstlight.workbench.here import this_cluster
     from firstlight.workbench.plan import plan
 
     mesh = options.mesh_of(arguments) if options.has_mesh(arguments) else None
-    here = local_cluster(mesh.world_size if mesh is not None else 1)
+    ranks = mesh.world_size if mesh is not None else 1
     return plan(
         arguments.checkpoint,
-        parse_cluster(arguments.cluster) if arguments.cluster else here,
+        parse_cluster(arguments.cluster) if arguments.cluster else this_cluster(ranks),
         mesh,
         context=arguments.context,
         concurrency=arguments.concurrency,

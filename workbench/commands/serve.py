@@ -1,14 +1,51 @@
-"""`firstlight serve`."""
+"""`firstlight serve`: an engine with the OpenAI routes, until interrupted."""
 
 from __future__ import annotations
 
 import argparse
+import time
+from pathlib import Path
 
 from firstlight.workbench.commands import options
+from firstlight.workbench.report import Report
+from firstlight.workbench.session import Session
+
+LOOK_PERIOD_S = 0.5
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
+    group = parser.add_argument_group("http")
+    group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    group.add_argument("--port", metavar="P", type=int, default=8000, help="0 takes any free one (default 8000)")
+    group.add_argument("--token", metavar="T", help="bearer token that clients must send; needed beyond loopback")
+    group.add_argument("--model-name", metavar="NAME", help="what /v1/models calls the model")
+    options.engine(parser)
 
 
-run = options.not_built("serve", "it is being written")
+def run(arguments: argparse.Namespace, session: Session) -> Report:
+    """Serves until SIGINT or SIGTERM, or until a rank is lost, which is a failure."""
+    from firstlight.engine.errors import RankFailure
+    from firstlight.engine.serving.options import HostOptions
+    from firstlight.workbench.start import start_host, start_report
+
+    http = HostOptions(host=arguments.host, port=arguments.port, token=arguments.token, model_name=arguments.model_name)
+    folder = session.run.directory / "engine" if session.run is not None else None
+    began_s = time.perf_counter()
+    host = start_host(
+        options.options_of(arguments), session.progress("start"), http=http, run_dir=folder, make_token=False
+    )
+    try:
+        report = start_report(host.client(), time.perf_counter() - began_s, f"host in {host.run_dir}")
+        session.face.line(f"{host.url}  serves {Path(arguments.checkpoint).name} on {len(host.pids)} ranks")
+        session.face.aside("the OpenAI routes are at /v1; interrupt to stop")
+        if session.run is not None:
+            session.run.add(report)
+        while (health := host.health()).failure is None and health.status not in ("stopped", "failed"):
+            time.sleep(LOOK_PERIOD_S)
+        if health.failure is not None:
+            raise RankFailure(health.failure.rank, health.failure.phase, health.failure.reason)
+        return report
+    finally:
+        session.face.settle()
+        host.stop()

@@ -1,14 +1,45 @@
-"""`firstlight up`."""
+"""`firstlight up`: the whole ladder."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from firstlight.workbench.commands import options
+from firstlight.workbench.report import Report
+from firstlight.workbench.session import Session
+
+SHOWS_ITSELF = True  # a line a rung as they end; the reports are in the run directory
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
+    parser.add_argument("--golden", metavar="FILE", help="verify against this file (default: against transformers)")
+    parser.add_argument("--cluster", metavar="C", help="plan for this cluster as well as for here")
+    parser.add_argument("--deep", action="store_true", help="hash every tensor in the scan")
+    parser.add_argument("--detached", action="store_true", help="leave the engine running at the end")
+    options.engine(parser)
 
 
-run = options.not_built("up", "it is being written")
+def run(arguments: argparse.Namespace, session: Session) -> Report:
+    engine_options = options.options_of(arguments)
+    from firstlight.workbench.bringup import Bringup
+    from firstlight.workbench.ladder import climb
+
+    values = {name: getattr(engine_options, name) for name in engine_options.__struct_fields__}
+    checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
+    given = session.run.directory if session.run is not None else None
+    if session.run is not None:
+        session.run.close()
+        session.run = None  # the bring-up writes it
+    with Bringup(
+        checkpoint,
+        mesh=mesh,
+        run=given,
+        force=session.force,
+        detached=arguments.detached,
+        listeners=(session.face.progress,),
+        **values,
+    ) as bringup:
+        session.face.line(f"{Path(checkpoint).name} on {mesh.describe()}, run directory {bringup.run.directory}")
+        return climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster)

@@ -1,4 +1,4 @@
-"""`firstlight verify`: compare with a golden file or with the reference, layer by layer."""
+"""`firstlight verify`: the numbers against a golden file or against transformers, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from firstlight.workbench.session import Session
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
     against = parser.add_mutually_exclusive_group()
-    against.add_argument("--golden", metavar="FILE", help="a safetensors file of the reference's inputs and outputs")
-    against.add_argument(
-        "--reference", choices=("transformers",), help="run the reference here (default without --golden)"
-    )
-    parser.add_argument("--layers", metavar="A:B", type=layer_range, help="compare layers A to B - 1 only")
-    parser.add_argument(
-        "--limit", type=float, metavar="X", help="relative max-abs that passes (default 1e-3, more in narrow dtypes)"
-    )
+    against.add_argument("--golden", metavar="FILE", help="a safetensors file of inputs and what they give")
+    against.add_argument("--reference", metavar="NAME", help="transformers (the default without --golden)")
+    parser.add_argument("--layers", metavar="A:B", type=layers, help="compare layers A up to, not including, B")
+    parser.add_argument("--limit", metavar="X", type=float, help="relative max-abs that passes, instead of the default")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the reference run the checkpoint's code")
     options.prompt(parser)
     options.engine(parser)
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
+    engine_options = options.options_of(arguments)
     from firstlight.workbench.verify import verify
 
     return verify(
-        options.options_of(arguments),
+        engine_options,
         arguments.golden,
         arguments.reference,
         layers=arguments.layers,
@@ -41,9 +38,9 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     )
 
 
-def layer_range(text: str) -> tuple[int, int]:
-    """`A:B` as numbers."""
+def layers(text: str) -> tuple[int, int]:
+    """`2:5` -> (2, 5)."""
     first, colon, last = text.partition(":")
-    if not colon or not first.isdecimal() or not last.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two whole numbers")
+    if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with A less than B")
     return int(first), int(last)

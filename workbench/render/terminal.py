@@ -22,7 +22,7 @@ STYLES = {
     "warning": "yellow",
     "note": "dim",
 }
-MOST_ROWS = 16
+MOST_ROWS = 24
 NARROW_TEXT = 24
 GAP = 2
 LEFT_TO_THE_FILE = ("hashes",)  # tables that nobody reads in a terminal

@@ -73,7 +73,7 @@ def heading(column: str) -> str:
     """A column's name to read: `weight_bytes` -> `weight`, `step_time_ms` -> `step time (ms)`."""
     name = column.removesuffix("_bytes") or "bytes"
     for unit in ("ms", "s", "us", "gib"):
-        if name.endswith(f"_{unit}"):
+        if name.endswith(f"_{unit}") and not name.endswith(f"_per_{unit}"):
             return f"{name[: -len(unit) - 1].replace('_', ' ')} ({unit})"
     return name.replace("_", " ")
 

@@ -1,0 +1,295 @@
+"""A bring-up as an object: the rungs as methods on one run directory, with one engine from start to profile.
+
+with Bringup("data/samples/menagerie", tp=2) as up:
+    up.scan(); up.plan(); up.load(); up.start()
+    up.ask("What animal is this?", "cat.png")
+    up.infer(); up.verify(); up.profile(); up.export()
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.hardware import Cluster, parse_cluster
+from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.serving.client import EngineClient
+from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.serving.request import SamplingParams, Usage
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.faults import report_of
+from firstlight.workbench.progress import Listener, Progress
+from firstlight.workbench.render import words
+from firstlight.workbench.report import Report
+from firstlight.workbench.runs import Run
+
+ENGINE_FOLDER = "engine"
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What `ask` returns; shown as its text, or in figures alone when the text was streamed already."""
+
+    text: str
+    usage: Usage
+    finish: str
+    was_shown: bool = False
+
+    def __repr__(self) -> str:
+        return self.figures if self.was_shown else self.text
+
+    @property
+    def figures(self) -> str:
+        """`12 tokens in, 5 out, first after 0.12 s`."""
+        first = self.usage.first_token_s
+        wait = f", first after {words.seconds(first)}" if first is not None else ""
+        return f"{self.usage.prompt_tokens} tokens in, {self.usage.completion_tokens} out{wait}"
+
+
+class Bringup:
+    """One bring-up of one checkpoint. Every rung returns its `Report`, which is also in the run directory.
+
+    `run`: the run directory (default: a new one in `root`). `mesh`, or its axes by name, and `options` (those of
+    `EngineOptions`: dtype, device, max_context, ...) say what engine is started. `force`: rungs go on above one that
+    did not pass, which their reports show. `detached`: the engine outlives this process; `Bringup.attach(run)` finds
+    it. `listeners` get every progress event. Closing stops the engine unless it is detached.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        *,
+        run: str | os.PathLike[str] | None = None,
+        root: str | os.PathLike[str] = "runs",
+        mesh: Mesh | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        sp: int = 1,
+        dp: int = 1,
+        cluster: str | Cluster | None = None,
+        force: bool = False,
+        detached: bool = False,
+        listeners: Iterable[Listener] = (),
+        **options: Any,
+    ) -> None:
+        source = os.fspath(checkpoint)
+        mesh = mesh or Mesh(tp=tp, pp=pp, ep=ep, sp=sp, dp=dp)
+        self.options = _options(source, mesh, options)
+        name = Path(source).name
+        self.run = Run.at(run, name, source) if run is not None else Run.create(name, source, root)
+        self.run.update(engine={**(self.run.record.engine or {}), "options": msgspec.to_builtins(self.options)})
+        self.force = force
+        self.detached = detached
+        self.host: Host | None = None
+        self._cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+        self._listeners = (*listeners, self._keep)
+
+    @classmethod
+    def attach(cls, run: str | os.PathLike[str], **settings: Any) -> Bringup:
+        """The bring-up of a run directory again, with its engine if that still runs."""
+        record = Run.attach(run).record
+        saved = dict((record.engine or {}).get("options", {}))
+        saved.pop("checkpoint", None)
+        mesh = msgspec.convert(saved.pop("mesh", {}), Mesh)
+        again = cls(record.checkpoint, run=run, mesh=mesh, **{**saved, **settings})
+        folder = again.run.directory / ENGINE_FOLDER
+        if (folder / "host.json").exists():
+            try:
+                again.host = Host.attach(folder)
+                again.detached = again.host.handle.detached
+            except Refused:
+                again.host = None  # it has ended; `start` starts another
+        return again
+
+    # The rungs
+
+    def scan(self, deep: bool = False) -> Report:
+        """Architecture, tensors, formats, gaps, integrity; `deep` hashes every tensor."""
+        from firstlight.workbench.scan import scan
+
+        return self._rung("scan", lambda progress: scan(self.checkpoint, deep, progress))
+
+    def plan(
+        self, cluster: str | Cluster | None = None, context: int | None = None, concurrency: int | None = None
+    ) -> Report:
+        """Whether the mesh fits this machine, or another cluster."""
+        from firstlight.workbench.here import this_cluster
+        from firstlight.workbench.plan import plan
+
+        wanted = parse_cluster(cluster) if isinstance(cluster, str) else cluster or self._cluster
+        here = wanted or this_cluster(self.options.mesh.world_size, self.options.device)
+        return self._rung(
+            "plan",
+            lambda _: plan(
+                self.checkpoint,
+                here,
+                self.options.mesh,
+                context=context or self.options.max_context,
+                concurrency=concurrency or self.options.max_batch,
+                full_window=True,
+            ),
+        )
+
+    def load(self) -> Report:
+        """Every rank's weights, one after the other in this process: ledger, bytes, rate."""
+
+        def load_them(progress: Progress) -> Report:
+            from firstlight.workbench.load import load
+
+            options = self.options
+            return load(self.checkpoint, options.mesh, dtype=options.dtype, device=options.device, progress=progress)
+
+        return self._rung("load", load_them)
+
+    def start(self) -> Report:
+        """The engine host, ready to answer."""
+        return self._rung("start", self._start)
+
+    def infer(self, questions: Sequence[Any] | None = None) -> Report:
+        """Text and picture answers, and whether they are sound."""
+        from firstlight.workbench.infer import infer
+
+        return self._rung(
+            "infer", lambda progress: infer(self.engine, questions, progress=progress, record=self.run.events.put)
+        )
+
+    def verify(
+        self, golden: str | os.PathLike[str] | None = None, reference: str | None = None, **settings: Any
+    ) -> Report:
+        """The running engine against a golden file or against transformers, layer by layer."""
+
+        def compare(progress: Progress) -> Report:
+            from firstlight.workbench.verify import verify
+
+            file = None if golden is None else os.fspath(golden)
+            return verify(self.options, file, reference, engine=self.engine, progress=progress, **settings)
+
+        return self._rung("verify", compare)
+
+    def profile(self, **settings: Any) -> Report:
+        """Where the time of a token goes, on every rank."""
+        from firstlight.workbench.profile import profile
+
+        return self._rung("profile", lambda progress: profile(self.engine, progress=progress, **settings))
+
+    def export(self, out: str | os.PathLike[str] | None = None) -> Report:
+        """The run as one archive, with card.yaml and adaptation.yaml."""
+        from firstlight.workbench.export import export
+
+        return self._rung("export", lambda _: export(self.run, None if out is None else Path(out)))
+
+    # The engine
+
+    @property
+    def checkpoint(self) -> str:
+        return self.options.checkpoint
+
+    @property
+    def engine(self) -> EngineClient:
+        """The running engine; refused before `start`."""
+        if self.host is None:
+            raise Refused(
+                fatal(
+                    "not-available",
+                    "no engine runs in this bring-up",
+                    expected="a started engine",
+                    found="none",
+                    next="call start()",
+                )
+            )
+        return self.host.client()
+
+    def ask(
+        self,
+        text: str,
+        image: str | Path | bytes | Sequence[str | Path | bytes] | None = None,
+        stream: bool = True,
+        **params: Any,
+    ) -> Answer:
+        """Asks the engine; with `stream` the answer is printed as it comes. `params` as in `SamplingParams`."""
+        from firstlight.engine.serving.stream import EngineFailed
+        from firstlight.workbench.side_files import has_chat_template
+
+        images = [] if image is None else [image] if isinstance(image, str | Path | bytes) else list(image)
+        pieces: list[str] = []
+        chat = has_chat_template(self.checkpoint)
+        for delta in self.engine.generate(text, images, SamplingParams(**params), chat):
+            pieces.append(delta.text)
+            if stream and delta.text:
+                print(delta.text, end="", flush=True)
+            if delta.finish == "error":
+                raise EngineFailed(delta.error or "the engine failed")
+            if delta.finish is not None and delta.usage is not None:
+                if stream:
+                    print(flush=True)
+                return Answer(text="".join(pieces), usage=delta.usage, finish=delta.finish, was_shown=stream)
+        raise EngineFailed("the answer broke off")
+
+    def close(self) -> None:
+        """Stops the engine, unless it was started detached, and ends the event writer."""
+        host, self.host = self.host, None
+        try:
+            if host is not None and not self.detached:
+                host.stop()
+        finally:
+            self.run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        done = ", ".join(f"{rung.verb} {rung.status}" for rung in self.run.record.rungs) or "nothing yet"
+        return f"Bringup({self.checkpoint!r}, {self.options.mesh.describe()}, {self.run.directory}: {done})"
+
+    # What every rung does
+
+    def _start(self, progress: Progress) -> Report:
+        from firstlight.workbench.start import start_host, start_report
+
+        if self.host is not None:
+            self.host.stop()
+            self.host = None
+        started_s = time.perf_counter()
+        folder = self.run.directory / ENGINE_FOLDER
+        self.host = start_host(self.options, progress, run_dir=folder, detached=self.detached)
+        duration_s = time.perf_counter() - started_s
+        report = start_report(self.host.client(), duration_s, f"host in {folder}")
+        return msgspec.structs.replace(report, duration_s=duration_s)
+
+    def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:
+        """Does the work if the rungs below allow it, and appends its report, whatever came of it."""
+        forced = False
+        try:
+            forced = self.run.require(verb, self.force)
+            report = work(Progress(verb, self._listeners))
+        except FirstlightError as error:
+            report = report_of(verb, self.run.record.model, error)
+        if forced:
+            report = msgspec.structs.replace(report, forced=True)
+        self.run.add(report)
+        return report
+
+    def _keep(self, event: ProgressEvent) -> None:
+        self.run.events.put(event)
+
+
+def _options(source: str, mesh: Mesh, options: dict[str, Any]) -> EngineOptions:
+    """Refuses an option that does not exist with the nearest name."""
+    known = set(EngineOptions.__struct_fields__) - {"checkpoint", "mesh"}
+    for name in options:
+        if name not in known:
+            from firstlight.workbench.arguments import refuse_unknown
+
+            refuse_unknown("option", name, sorted(known | set(AXES)), "see firstlight.engine.serving.options")
+    return EngineOptions(checkpoint=source, mesh=mesh, **options)

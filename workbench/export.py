@@ -1,0 +1,199 @@
+"""The rung `export`: a run as one archive, with a card of what was verified and what the next bring-up starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.model.families import FAMILIES
+from firstlight.workbench.plan import read_config
+from firstlight.workbench.report import Draft, Report, finite, write_atomically
+from firstlight.workbench.runs import LADDER, STANDS_ON, Run
+
+LEFT_OUT = ("engine",)  # the host's own folder: its handle holds a token
+KINDS = (".tar.gz", ".tgz", ".zip")
+
+
+def export(run: Run, out: str | Path | None = None) -> Report:
+    """Writes `card.yaml` and `adaptation.yaml` into the run directory and packs it (`<run>.tar.gz` beside it).
+
+    `out` names another archive, .tar.gz or .zip. Raises `Refused` for an empty run or another kind of archive.
+    """
+    reports = run.reports()
+    if not reports:
+        raise Refused(
+            fatal("not-found", f"{run.directory} holds no report", file=str(run.directory), next="run a rung first")
+        )
+    target = Path(out) if out is not None else run.directory.with_name(run.directory.name + ".tar.gz")
+    if not target.name.endswith(KINDS):
+        raise Refused(
+            fatal(
+                "usage",
+                f"{target.name} is no kind of archive that is written here",
+                expected=" or ".join(KINDS),
+                found=target.suffix or "no suffix",
+                next="correct --out",
+            )
+        )
+    draft = Draft("export", run.record.model or run.directory.name)
+    run.close()
+    last = latest(reports)
+    _write_yaml(run.directory / "card.yaml", card(run, last))
+    _write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
+    files = list(_files(run.directory))
+    _pack(run.directory, files, target)
+    data = target.read_bytes()
+    names = {file.relative_to(run.directory).as_posix() for file in files}
+    missing = [rung.file for rung in run.record.rungs if rung.file not in names]
+    draft.check("every report is in the archive", not missing, value=len(reports), unit="reports")
+    draft.check("the card lists a verified rung", any(r.passed for r in last.values()), value=_passed(last))
+    draft.metric("archive", str(target), "")
+    draft.metric("archive_bytes", len(data), "B", f"{len(files)} files")
+    draft.metric("archive_sha256", hashlib.sha256(data).hexdigest(), "")
+    return draft.close()
+
+
+def latest(reports: tuple[Report, ...]) -> dict[str, Report]:
+    """The last report of every verb, in the order of the ladder, verbs off the ladder behind it."""
+    found = {report.verb: report for report in reports}
+    order = {verb: index for index, verb in enumerate((*LADDER, *STANDS_ON, *found))}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def card(run: Run, last: dict[str, Report]) -> dict[str, Any]:
+    """What was verified, with command, commit, hardware, versions and figures, and what was not."""
+    newest = list(last.values())[-1]
+    return {
+        "model": run.record.model,
+        "checkpoint": run.record.checkpoint,
+        "created": run.record.created,
+        "command": run.record.command,
+        "commit": newest.environment.get("commit", ""),
+        "hardware": {k: newest.environment.get(k) for k in ("cpu", "cores", "memory_bytes", "devices", "system")},
+        "versions": newest.environment.get("versions", {}),
+        "verified": [_entry(report) for report in last.values() if report.passed],
+        "not_verified": [
+            *({"rung": r.verb, "status": r.status, "why": _why(r)} for r in last.values() if not r.passed),
+            *({"rung": verb, "status": "not run"} for verb in LADDER[:-1] if verb not in last),
+        ],
+        "warnings": sorted({f.message for r in last.values() for f in r.findings if f.severity == "warning"}),
+    }
+
+
+def _entry(report: Report) -> dict[str, Any]:
+    return {
+        "rung": report.verb,
+        "what": report.title,
+        "started": report.started,
+        "duration_s": round(report.duration_s, 3),
+        **({"forced": True} if report.forced else {}),
+        "checks": [_words(check) for check in report.checks],
+        "figures": {
+            name: f"{metric.value} {metric.unit}".strip()
+            for name, metric in report.metrics.items()
+            if metric.value is not None
+        },
+    }
+
+
+def _words(check: Any) -> str:
+    value = "" if check.value is None else f": {check.value} {check.unit}".rstrip()
+    limit = "" if check.limit is None else f" (limit {check.limit})"
+    return f"{check.status}: {check.name}{value}{limit}"
+
+
+def _why(report: Report) -> str:
+    failed = [check.name for check in report.checks if check.status == "failed"]
+    fatal_ones = [finding.message for finding in report.findings if finding.severity == "fatal"]
+    return "; ".join((*failed, *fatal_ones)[:3])
+
+
+def _passed(last: dict[str, Report]) -> str:
+    return ", ".join(verb for verb, report in last.items() if report.passed) or "none"
+
+
+def adaptation(run: Run, last: dict[str, Report]) -> dict[str, Any]:
+    """What the next bring-up starts from: family, rules, plan, operator choices, tolerances."""
+    verify, planned = last.get("verify"), last.get("plan")
+    options = (run.record.engine or {}).get("options", {})
+    return {
+        "model": run.record.model,
+        **_family(run.record.checkpoint),
+        "engine": {key: value for key, value in options.items() if value not in (None, {}) and key != "checkpoint"},
+        "plan": {name: metric.value for name, metric in planned.metrics.items()} if planned else {},
+        "operators": _operators(last.get("start")),
+        "tolerances": {n: m.value for n, m in verify.metrics.items() if "limit" in n} if verify else {},
+    }
+
+
+def _operators(start: Report | None) -> dict[str, str]:
+    rows = start.tables.get("operators", []) if start is not None else []
+    return {row["operator"]: row["implementation"] for row in rows}
+
+
+def _family(checkpoint: str) -> dict[str, Any]:
+    """The family and its weight rules, with those of nested models."""
+    try:
+        _, config = read_config(checkpoint)
+        family = FAMILIES[str(config["model_type"])]
+    except (Refused, KeyError):
+        return {"family": None, "rules": []}
+    rules = [_rule(rule) for rule in family.rules]
+    for part in family.parts:
+        nested = (config.get(part.key) or {}).get("model_type") or part.default
+        inner = FAMILIES[nested].rules if nested in FAMILIES else ()
+        rules += [{**_rule(rule), "tensor": part.prefix + rule.tensor} for rule in inner]
+    return {"family": family.name, "rules": rules}
+
+
+def _rule(rule: Any) -> dict[str, Any]:
+    return {key: value for key, value in msgspec.to_builtins(rule).items() if value not in ("", 0, False, [], ())}
+
+
+def _write_yaml(path: Path, value: dict[str, Any]) -> None:
+    import yaml
+
+    text = yaml.safe_dump(finite(value), sort_keys=False, allow_unicode=True, width=120)
+    write_atomically(path, text.encode())
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.rglob("*")):
+        inside = path.relative_to(directory)
+        is_ours = inside.parts[0] not in LEFT_OUT and not path.name.endswith(("-wal", "-shm"))
+        if is_ours and path.is_file() and not path.is_symlink():
+            yield path
+
+
+def _pack(directory: Path, files: list[Path], target: Path) -> None:
+    """Writes the archive beside its place, then moves it there."""
+    draft = target.with_name(f".{target.name}")
+    names = [(file, f"{directory.name}/{file.relative_to(directory).as_posix()}") for file in files]
+    try:
+        if target.suffix == ".zip":
+            with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+                for file, name in names:
+                    archive.write(file, name)
+        else:
+            with tarfile.open(draft, "w:gz") as tar:
+                for file, name in names:
+                    tar.add(file, name)
+        draft.replace(target)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise Refused(
+            fatal(
+                "not-found",
+                f"{target} cannot be written: {error.strerror}",
+                file=str(target),
+                next="name another --out file",
+            )
+        ) from error

@@ -1,0 +1,133 @@
+"""The whole ladder in order, one line a rung, and a report over all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from firstlight.workbench.bringup import Bringup
+from firstlight.workbench.face import Face, say_refused
+from firstlight.workbench.infer import answer_lines
+from firstlight.workbench.render import words
+from firstlight.workbench.report import Draft, Report
+
+Rung = Callable[[], Report]
+
+# What a rung's line shows, by metric; the first of each group that the report has.
+HIGHLIGHTS: dict[str, tuple[str, ...]] = {
+    "scan": ("parameters", "checkpoint_bytes"),
+    "plan": ("weight_bytes_per_device", "kv_bytes_per_token"),
+    "load": ("read_bytes", "read_rate"),
+    "start": ("start_s", "ranks"),
+    "infer": ("first_token_s", "tokens_per_s"),
+    "verify": ("relative_max_abs", "top1_agreement"),
+    "profile": ("decode_tokens_per_s", "decode_of_limit"),
+    "export": ("archive",),
+}
+
+
+def climb(
+    bringup: Bringup, face: Face, golden: str | None = None, deep: bool = False, cluster: str | None = None
+) -> Report:
+    """Every rung on the one below; stops at the first that does not pass, unless the bring-up is forced."""
+    draft = Draft("up", bringup.run.record.model)
+    done: dict[str, Report] = {}
+    stopped = ""
+    for verb, rung in _rungs(bringup, golden, deep, cluster):
+        if stopped and not bringup.force:
+            draft.check(verb, None, detail=f"not run: {stopped} did not pass")
+            continue
+        report = rung()
+        done[verb] = report
+        _tell(face, report)
+        draft.check(verb, report.passed, value=report.status, detail=_highlights(report))
+        if not report.passed:
+            stopped = stopped or verb
+            draft.find(finding for finding in report.findings if finding.severity == "fatal")
+    _summary(draft, done)
+    report = draft.close()
+    bringup.run.add(report)
+    _end(face, bringup, report)
+    return report
+
+
+def _rungs(bringup: Bringup, golden: str | None, deep: bool, cluster: str | None) -> Iterator[tuple[str, Rung]]:
+    yield "scan", partial(bringup.scan, deep)
+    yield "plan", partial(bringup.plan, cluster)
+    yield "load", bringup.load
+    yield "start", bringup.start
+    yield "infer", bringup.infer
+    yield "verify", partial(bringup.verify, golden)
+    yield "profile", bringup.profile
+    yield "export", bringup.export
+
+
+def _tell(face: Face, report: Report) -> None:
+    """One line; under it the answers of `infer`, what failed, and why."""
+    passed = sum(check.status != "failed" for check in report.checks)
+    checks = f"{passed} of {len(report.checks)} checks" if report.checks else ""
+    face.verdict(report.status, report.verb, checks, words.seconds(report.duration_s), _highlights(report))
+    if report.verb == "infer":
+        for picture, question, answer in list(answer_lines(report))[:6]:
+            face.line(f"          {picture + ': ' if picture else ''}{question}  {' '.join(answer.split())[:60]}")
+    for check in report.checks:
+        if check.status == "failed":
+            value = words.quantity(check.value, check.unit) if check.value is not None else ""
+            limit = f", limit {words.quantity(check.limit, check.unit)}" if check.limit is not None else ""
+            detail = f" ({check.detail})" if check.detail else ""
+            face.line(f"          failed: {check.name}: {value}{limit}{detail}")
+    fatal = [finding for finding in report.findings if finding.severity == "fatal"]
+    if fatal:
+        face.settle()
+        say_refused(fatal, lead=report.status)
+
+
+def _highlights(report: Report) -> str:
+    shown = []
+    for name in HIGHLIGHTS.get(report.verb, ()):
+        metric = report.metrics.get(name)
+        if metric is not None and metric.value is not None:
+            shown.append(f"{words.heading(name)} {words.quantity(metric.value, metric.unit)}")
+    return ", ".join(shown)
+
+
+def _summary(draft: Draft, done: dict[str, Report]) -> None:
+    """The rungs as rows, and what was predicted beside what was measured."""
+    draft.table(
+        "rungs",
+        (
+            {"rung": verb, "status": report.status, "duration_s": report.duration_s, "figures": _highlights(report)}
+            for verb, report in done.items()
+        ),
+    )
+    draft.table("predicted_and_measured", _predictions(done))
+    draft.metric("duration_s", sum(report.duration_s for report in done.values()), "s", "of all rungs")
+
+
+def _predictions(done: dict[str, Report]) -> Iterator[dict[str, Any]]:
+    plan, start, load, profile = (done.get(verb) for verb in ("plan", "start", "load", "profile"))
+    if plan is None:
+        return
+    planned = plan.metrics.get("weight_bytes_per_device")
+    if planned is not None and load is not None and "largest_rank_bytes" in load.metrics:
+        measured = load.metrics["largest_rank_bytes"].value
+        yield {"figure": "weight bytes per device", "predicted": planned.value, "measured": measured, "unit": "B"}
+    rows = plan.tables.get("ranks", [])
+    cached = [row["cache_bytes"] for row in start.tables.get("memory", [])] if start is not None else []
+    if rows and cached:
+        predicted = max(row["cache_bytes"] + row["state_bytes"] for row in rows)
+        yield {"figure": "cache bytes per device", "predicted": predicted, "measured": max(cached), "unit": "B"}
+    decode = next((row for row in plan.tables.get("step_time_ms", []) if row["phase"] == "decode"), None)
+    if decode is not None and decode.get("step_ms") is not None and profile is not None and profile.metrics:
+        measured = profile.metrics["decode_ms"].value
+        yield {"figure": "decode step", "predicted": decode["step_ms"], "measured": measured, "unit": "ms"}
+
+
+def _end(face: Face, bringup: Bringup, report: Report) -> None:
+    face.line()
+    face.line(f"{report.status}: {bringup.run.directory}")
+    if bringup.detached and bringup.host is not None:
+        face.line(f"the engine goes on at {bringup.host.url}")
+    elif report.passed:
+        face.line(f'ask it:  firstlight generate {bringup.checkpoint} --prompt "..."')

@@ -1,0 +1,124 @@
+"""The rung `profile`: where the time of a token goes on every rank, and how near that is to the memory's limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.serving.profile_data import PhaseProfile, RankProfile
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.report import Draft, Report
+
+PHASES = ("prefill", "decode")
+
+
+def profile(
+    engine: EngineLike,
+    *,
+    prompt_tokens: int = 128,
+    decode_steps: int = 8,
+    batch: int = 1,
+    bandwidth: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Times prefill and decode of made-up sequences: compute, communication and waiting, by operator and by layer.
+
+    `bandwidth`: also measures what this machine reads from memory in a second, and states decode as a part of it.
+    """
+    progress = progress or Progress("profile")
+    info = engine.info()
+    draft = Draft("profile", f"{info.model}, {info.mesh.describe()}, {info.dtype} on {info.device}")
+    progress("measure prefill and decode")
+    room = max(1, info.max_context - decode_steps - 1)
+    ranks: Sequence[RankProfile] = engine.profile(min(prompt_tokens, room), decode_steps, batch)
+    _figures(draft, ranks, batch)
+    if bandwidth and "cpu" in info.device:
+        progress("measure memory bandwidth")
+        _limit(draft, engine, ranks, info.mesh.world_size)
+    draft.table("steps", _step_rows(ranks))
+    draft.table("operators", _operator_rows(ranks))
+    draft.table("layers", _layer_rows(ranks))
+    draft.table("collectives", _collective_rows(ranks))
+    return draft.close()
+
+
+def _figures(draft: Draft, ranks: Sequence[RankProfile], batch: int) -> None:
+    slow = _slowest(ranks, "decode")
+    prefill = _slowest(ranks, "prefill")
+    draft.check("every rank was measured", len(ranks) > 0 and slow.undisturbed_ms > 0, value=len(ranks), unit="ranks")
+    draft.metric("decode_ms", slow.undisturbed_ms, "ms", f"a step of {batch} at once, the slowest rank")
+    draft.metric("decode_tokens_per_s", batch * 1000 / slow.undisturbed_ms, "tokens/s", f"{batch} at once")
+    draft.metric("prefill_ms", prefill.undisturbed_ms, "ms", f"{prefill.tokens} tokens")
+    draft.metric("prefill_tokens_per_s", prefill.tokens * 1000 / prefill.undisturbed_ms, "tokens/s")
+    for part in ("compute", "communication", "waiting"):
+        draft.metric(f"decode_{part}_ms", getattr(slow, f"{part}_ms"), "ms", "of a timed step")
+
+
+def _slowest(ranks: Sequence[RankProfile], phase: str) -> PhaseProfile:
+    found: PhaseProfile = max((getattr(rank, phase) for rank in ranks), key=lambda one: one.undisturbed_ms)
+    return found
+
+
+def _limit(draft: Draft, engine: EngineLike, ranks: Sequence[RankProfile], world_size: int) -> None:
+    """Decode reads every weight once a step: bytes over bandwidth is the least time."""
+    from firstlight.workbench.bandwidth import read_bandwidth
+
+    read_bytes = sum(_read_in_decode(rank.bytes_by_role) for rank in engine.memory())
+    measured = read_bandwidth()
+    least_ms = read_bytes / measured * 1000
+    step_ms = _slowest(ranks, "decode").undisturbed_ms
+    draft.metric("memory_bandwidth", measured, "B/s", "measured here, all threads")
+    draft.metric("weight_bytes", read_bytes, "B", f"read for a step, {world_size} ranks together")
+    draft.metric("decode_limit_ms", least_ms, "ms", "weight bytes over bandwidth")
+    draft.metric("decode_of_limit", least_ms / step_ms, "of 1", "1 is as fast as memory allows at batch 1")
+
+
+NOT_READ = ("vision", "projector", "cache", "embedding")  # by a decode step; one row of the embedding is
+
+
+def _read_in_decode(by_role: dict[str, int]) -> int:
+    """Weights of a rank that a decode step reads; an embedding that is the head as well is read whole."""
+    tied = "head" not in by_role
+    return sum(n for role, n in by_role.items() if role not in NOT_READ or (role == "embedding" and tied))
+
+
+def _step_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
+    for phase in PHASES:
+        for rank in ranks:
+            one: PhaseProfile = getattr(rank, phase)
+            yield {
+                "phase": phase,
+                "rank": rank.rank,
+                "tokens": one.tokens,
+                "undisturbed_ms": one.undisturbed_ms,
+                "timed_ms": one.total_ms,
+                "compute_ms": one.compute_ms,
+                "communication_ms": one.communication_ms,
+                "waiting_ms": one.waiting_ms,
+                "communication_bytes": one.communication_bytes,
+            }
+
+
+def _operator_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
+    """Rank 0's operators, the dearest first; times of both phases side by side."""
+    prefill, decode = ranks[0].prefill.operators_ms, ranks[0].decode.operators_ms
+    for name in sorted(set(prefill) | set(decode), key=lambda name: -decode.get(name, 0.0)):
+        yield {"operator": name, "prefill_ms": prefill.get(name), "decode_ms": decode.get(name)}
+
+
+def _layer_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
+    for rank in ranks:
+        for name in dict.fromkeys((*rank.prefill.layers_ms, *rank.decode.layers_ms)):
+            yield {
+                "rank": rank.rank,
+                "block": name,
+                "prefill_ms": rank.prefill.layers_ms.get(name),
+                "decode_ms": rank.decode.layers_ms.get(name),
+            }
+
+
+def _collective_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
+    for phase in PHASES:
+        for name, calls in getattr(ranks[0], phase).collectives.items():
+            yield {"phase": phase, "collective": name, "calls_per_step": calls}

@@ -1,0 +1,129 @@
+"""The rung `start`: a host of one process per rank, brought up in stages, each with a deadline and its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.serving.api import EngineLike, Health, RankMemory
+from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.options import EngineOptions, HostOptions
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.report import Draft, Report
+
+START_DEADLINE_S = 4 * 3600.0  # stages have deadlines of their own; this one is for what they forget
+STAGES_TOLD = ("load",)  # stages whose progress counts bytes
+
+
+def start_host(
+    options: EngineOptions,
+    progress: Progress | None = None,
+    *,
+    http: HostOptions | None = None,
+    run_dir: Path | None = None,
+    detached: bool = False,
+    make_token: bool = True,
+) -> Host:
+    """A host that is ready; it is stopped again if its start fails or is interrupted.
+
+    Raises `Refused` if checkpoint, plan or memory were at fault, `RankFailure` if a rank was.
+    """
+    values = {name: getattr(options, name) for name in options.__struct_fields__}
+    checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
+    values["warm_up"] = True
+    host = Host.start(checkpoint, mesh, run_dir=run_dir, detached=detached, http=http, make_token=make_token, **values)
+    try:
+        host.wait_ready(START_DEADLINE_S, _watcher(progress or Progress("start")))
+    except BaseException:
+        host.stop()
+        raise
+    return host
+
+
+@contextmanager
+def started(options: EngineOptions, progress: Progress) -> Iterator[Host]:
+    """A host for the time of a `with`."""
+    host = start_host(options, progress)
+    try:
+        yield host
+    finally:
+        host.stop()
+
+
+def _watcher(progress: Progress) -> Any:
+    def watch(health: Health) -> None:
+        if health.total:
+            progress(health.stage, health.done, health.total, "B" if health.stage in STAGES_TOLD else "")
+        else:
+            progress(health.stage)
+
+    return watch
+
+
+def start_report(engine: EngineLike, duration_s: float | None = None, where: str = "") -> Report:
+    """What came up: stages with their times, the ledger, operators, memory of every rank."""
+    info, health = engine.info(), engine.health()
+    draft = Draft("start", f"{info.model}, {info.mesh.describe()}, {info.dtype} on {info.device}")
+    draft.find(info.findings)
+    _stages(draft, health)
+    counts = engine.ledger().summary()
+    draft.check(
+        "the ledger is complete on both sides",
+        counts["tensors_unconsumed"] == 0 and counts["parameters_missing"] == 0,
+        value=counts["parameters_filled"],
+        limit=counts["parameters"],
+        unit="parameters",
+        detail=f"{counts['tensors']:,} tensors",
+    )
+    draft.metric("ranks", info.mesh.world_size, "ranks", where)
+    if duration_s is not None:
+        draft.metric("start_s", duration_s, "s", "until the first token could be asked for")
+    draft.metric("load_rate", info.load_bytes / info.load_s if info.load_s else None, "B/s", "rank 0")
+    draft.metric("max_context", info.max_context, "tokens", "of one sequence")
+    draft.metric("max_batch", info.max_batch, "sequences", "at once per replica")
+    _memory(draft, engine.memory())
+    draft.table(
+        "operators",
+        (
+            {"operator": operator, "implementation": name, "chosen": chosen, "reason": reason}
+            for operator, name, chosen, reason in info.operators
+            if chosen
+        ),
+    )
+    return draft.close()
+
+
+def _stages(draft: Draft, health: Health) -> None:
+    for stage in health.stages:
+        if stage.status == "waiting":
+            continue
+        draft.check(
+            f"stage {stage.name}",
+            stage.status == "passed",
+            value=stage.seconds,
+            limit=stage.deadline_s,
+            unit="s",
+        )
+    draft.check("engine is ready", health.is_ready, value=health.status, detail=str(health.failure or ""))
+
+
+def _memory(draft: Draft, ranks: tuple[RankMemory, ...]) -> None:
+    draft.table(
+        "memory",
+        (
+            {
+                "rank": rank.rank,
+                "device": rank.device,
+                **{f"{role}_bytes": nbytes for role, nbytes in rank.bytes_by_role.items()},
+                "process_bytes": rank.resident_bytes,
+                "pages": rank.pages,
+                "page_tokens": rank.page_size,
+            }
+            for rank in ranks
+        ),
+    )
+    draft.table("pools", ({"rank": rank.rank, **msgspec.to_builtins(pool)} for rank in ranks for pool in rank.pools))
