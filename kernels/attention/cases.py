@@ -136,6 +136,7 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase("decode 64 x 4096", ((1, 4096),) * 64, 32, 8, 128, 128, 16, benchmark=True),
     AttentionCase("prefill 4096", ((4096, 4096),), 32, 8, 128, 128, 16, benchmark=True),
     AttentionCase("decode 64 x 4096, MLA", ((1, 4096),) * 64, 128, 1, 576, 512, 64, latent=True, benchmark=True),
+    AttentionCase("decode 1 x 512, SmolLM2", ((1, 512),), 9, 3, 64, 64, 2048, benchmark=True),
     AttentionCase("decode 16 x 512, SmolLM2", ((1, 512),) * 16, 9, 3, 64, 64, 2048, benchmark=True),
     AttentionCase("write 4096", ((4096, 4096),), 32, 8, 128, 128, 16, benchmark=True, operator="write_cache"),
 )

@@ -70,6 +70,7 @@ CASES: tuple[RotaryCase, ...] = (
     RotaryCase(5, 4, 1, 64, 64, interleaved=True),
     RotaryCase(3, 4, 2, 100, 36, interleaved=True, joined=True),
     RotaryCase(4, 16, 1, 64, 64, interleaved=True, float_angles=False),
+    RotaryCase(16, 9, 3, 64, 64, joined=True, benchmark=True),
     RotaryCase(64, 32, 8, 128, 128, joined=True, benchmark=True),
     RotaryCase(4096, 32, 8, 128, 128, joined=True, benchmark=True),
     RotaryCase(4096, 128, 1, 64, 64, interleaved=True, benchmark=True),
