@@ -1,6 +1,7 @@
-// Attention of single queries (decode) over the paged bfloat16 cache, and the write into it.
+// Attention over the paged bfloat16 cache, and the write into it. Sequences with one query (decode) are served here, those
+// with more in prefill.cpp.
 //
-// The keys of a sequence are cut into spans of SPAN; each (sequence, key head, span) is a piece of work of its own, and the
+// The keys of a decoding sequence are cut into spans of SPAN; each (sequence, key head, span) is a piece of work of its own, and the
 // spans of a head are joined at the end by their maxima and sums (arXiv 2205.14135). The cut depends on the sequence alone,
 // so that a sequence's result is the same bits whatever else is in the batch and however many threads share the work.
 #include "../native/common.h"
@@ -13,12 +14,13 @@ constexpr int64_t SPAN = 256; // keys
 constexpr int HEADS = 4;      // query heads of one key head that share a pass over the keys
 
 struct Problem {
-    const bf16 *q;                  // [B, N, D]
+    const bf16 *q;                  // [T, N, D]
     int64_t q_token_stride, q_head_stride;
     const bf16 *k_cache, *v_cache;  // [P, K, S, D], [P, K, S, V]; the last dim is contiguous
     int64_t k_page, k_head, k_slot, v_page, v_head, v_slot;  // strides
     const int32_t *page_table;      // [B, width]
     int64_t width, page_size;
+    const int32_t *query_start;     // [B + 1]
     const int32_t *kv_len;          // [B]
     int64_t B, N, K, D, V, window;  // window 0: none
     float scale, softcap;           // softcap 0: none
@@ -116,7 +118,7 @@ static FORCE_INLINE void add_values(
 template <int G>
 static void attend_span(const Problem &p, int64_t b, int64_t k, int64_t n, int64_t first, int64_t last, Part *parts) {
     float weights[G * SPAN];
-    const bf16 *q = p.q + b * p.q_token_stride + n * p.q_head_stride;
+    const bf16 *q = p.q + p.query_start[b] * p.q_token_stride + n * p.q_head_stride;
     int64_t count = last - first;
     each_page(p, p.k_cache, p.k_page, p.k_head, p.k_slot, b, k, first, last, [&](int64_t at, int64_t keys, const bf16 *row) {
         for (int g = 0; g < G; g++)
@@ -153,57 +155,103 @@ static void join(const Part *parts, int64_t spans, const float *sink, bf16 *out,
 
 } // namespace attention
 
-extern "C" void firstlight_attention(
-    const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, const int32_t *page_table, const int32_t *kv_len,
-    const float *sinks, bf16 *out, const int64_t *sizes, float scale, float softcap, int threads) {
-    using namespace attention;
-    const Problem p = {q, sizes[0], sizes[1], k_cache, v_cache, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-        page_table, sizes[8], sizes[9], kv_len, sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15],
-        scale, softcap, sinks};
-    int64_t group = p.N / p.K, batches = (group + HEADS - 1) / HEADS;
-    struct Work { int64_t b, k, n, heads, first, last, part; };
+#include "prefill.cpp"
+
+namespace attention {
+
+// A span of a decoding sequence's keys, or a block of a sequence's queries, for some query heads of one key head.
+struct Work {
+    int64_t b, k, n, heads;
+    int64_t first, last; // keys of a span, or queries of a block, counted within the sequence
+    int64_t part;        // of a span: its number; -1: a block of queries
+};
+
+struct Schedule {
     std::vector<Work> work;
-    std::vector<int64_t> first_part(p.B * p.N + 1);
-    for (int64_t b = 0, part = 0; b < p.B; b++) {
-        int64_t start = p.window && p.kv_len[b] > p.window ? p.kv_len[b] - p.window : 0;
-        int64_t spans = (p.kv_len[b] - start + SPAN - 1) / SPAN;
-        for (int64_t n = 0; n < p.N; n++, part += spans) first_part[b * p.N + n] = part;
-        for (int64_t k = 0; k < p.K; k++)
-            for (int64_t batch = 0; batch < batches; batch++) {
-                int64_t n = k * group + group * batch / batches, end = k * group + group * (batch + 1) / batches;
-                for (int64_t s = 0; s < spans; s++) {
-                    int64_t first = start + s * SPAN, last = first + SPAN < p.kv_len[b] ? first + SPAN : p.kv_len[b];
-                    work.push_back({b, k, n, end - n, first, last, s});
+    std::vector<int64_t> first_part; // [B * N + 1]: where the parts of a decoding sequence's head begin
+};
+
+static int64_t query_len(const Problem &p, int64_t b) { return p.query_start[b + 1] - p.query_start[b]; }
+
+static Schedule plan(const Problem &p) {
+    Schedule schedule;
+    int64_t group = p.N / p.K, batches = (group + HEADS - 1) / HEADS, part = 0;
+    for (int64_t b = 0; b < p.B; b++) {
+        int64_t tokens = query_len(p, b), start = 0, step = SPAN, end = p.kv_len[b];
+        if (tokens == 1) start = p.window && end > p.window ? end - p.window : 0;
+#if HAS_BF16_DOT
+        else step = QUERIES, end = tokens;
+#endif
+        int64_t pieces = (end - start + step - 1) / step;
+        for (int64_t n = 0; n < p.N; n++, part += tokens == 1 ? pieces : 0) schedule.first_part.push_back(part);
+        for (int64_t piece = pieces - 1; piece >= 0; piece--) // the last queries see the most keys: they go first
+            for (int64_t k = 0; k < p.K; k++)
+                for (int64_t batch = 0; batch < batches; batch++) {
+                    int64_t n = k * group + group * batch / batches, next = k * group + group * (batch + 1) / batches;
+                    int64_t first = start + piece * step, last = first + step < end ? first + step : end;
+                    schedule.work.push_back({b, k, n, next - n, first, last, tokens == 1 ? piece : -1});
                 }
-            }
-        first_part[p.B * p.N] = part;
     }
-    int64_t num_parts = first_part[p.B * p.N], num_work = (int64_t)work.size(), keys = 0;
-    for (int64_t b = 0; b < p.B; b++) keys += p.kv_len[b];
+    schedule.first_part.push_back(part);
+    return schedule;
+}
+
+static void attend_decoding(const Problem &p, const Work &w, const int64_t *first_part, Part *parts) {
+    Part found[HEADS];
+    for (int64_t g = 0; g < w.heads; g++) found[g] = parts[first_part[g] + w.part];
+    switch (w.heads) {
+        case 1: attend_span<1>(p, w.b, w.k, w.n, w.first, w.last, found); break;
+        case 2: attend_span<2>(p, w.b, w.k, w.n, w.first, w.last, found); break;
+        case 3: attend_span<3>(p, w.b, w.k, w.n, w.first, w.last, found); break;
+        default: attend_span<HEADS>(p, w.b, w.k, w.n, w.first, w.last, found);
+    }
+    for (int64_t g = 0; g < w.heads; g++) parts[first_part[g] + w.part] = found[g];
+}
+
+static void attend(const Problem &p, bf16 *out, int threads) {
+    Schedule schedule = plan(p);
+    int64_t num_work = (int64_t)schedule.work.size(), num_parts = schedule.first_part.back(), products = 0;
+    for (int64_t b = 0; b < p.B; b++) products += query_len(p, b) * p.kv_len[b] * p.N * p.D;
     std::vector<Part> parts(num_parts);
     std::vector<float> values(num_parts * p.V);
     for (int64_t i = 0; i < num_parts; i++) parts[i].value = values.data() + i * p.V;
-#pragma omp parallel num_threads(threads) if (threads > 1 && keys * p.N * p.D > ENOUGH)
+#pragma omp parallel num_threads(threads) if (threads > 1 && products > ENOUGH)
     {
+#if HAS_BF16_DOT
+        Scratch scratch;
+#endif
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_work; i++) {
-            const Work &w = work[i];
-            Part found[HEADS];
-            for (int64_t g = 0; g < w.heads; g++) found[g] = parts[first_part[w.b * p.N + w.n + g] + w.part];
-            switch (w.heads) {
-                case 1: attend_span<1>(p, w.b, w.k, w.n, w.first, w.last, found); break;
-                case 2: attend_span<2>(p, w.b, w.k, w.n, w.first, w.last, found); break;
-                case 3: attend_span<3>(p, w.b, w.k, w.n, w.first, w.last, found); break;
-                default: attend_span<HEADS>(p, w.b, w.k, w.n, w.first, w.last, found);
-            }
-            for (int64_t g = 0; g < w.heads; g++) parts[first_part[w.b * p.N + w.n + g] + w.part] = found[g];
+            const Work &w = schedule.work[i];
+            if (w.part >= 0) attend_decoding(p, w, &schedule.first_part[w.b * p.N + w.n], parts.data());
+#if HAS_BF16_DOT
+            else
+                attend_block(
+                    p, w.b, w.k, w.n, w.heads, p.query_start[w.b] + w.first, p.kv_len[w.b] - query_len(p, w.b) + w.first,
+                    w.last - w.first, out, scratch);
+#endif
         }
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < p.B * p.N; row++)
-            join(
-                parts.data() + first_part[row], first_part[row + 1] - first_part[row], p.sinks ? p.sinks + row % p.N : nullptr,
-                out + row * p.V, p.V);
+        for (int64_t row = 0; row < p.B * p.N; row++) {
+            int64_t b = row / p.N, n = row % p.N, first = schedule.first_part[row];
+            if (query_len(p, b) == 1)
+                join(
+                    parts.data() + first, schedule.first_part[row + 1] - first, p.sinks ? p.sinks + n : nullptr,
+                    out + (p.query_start[b] * p.N + n) * p.V, p.V);
+        }
     }
+}
+
+} // namespace attention
+
+extern "C" void firstlight_attention(
+    const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, const int32_t *page_table, const int32_t *query_start,
+    const int32_t *kv_len, const float *sinks, bf16 *out, const int64_t *sizes, float scale, float softcap, int threads) {
+    attention::attend(
+        {q, sizes[0], sizes[1], k_cache, v_cache, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], page_table,
+         sizes[8], sizes[9], query_start, kv_len, sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], scale,
+         softcap, sinks},
+        out, threads);
 }
 
 // Keys and values of T tokens go to (page[t], slot[t]); the last dim of everything is contiguous.

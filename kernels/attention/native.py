@@ -1,6 +1,7 @@
-"""Attention of sequences that decode by our own C++ over the bfloat16 cache on CPUs, and the write into the cache.
+"""Attention by our own C++ over the bfloat16 cache on CPUs, and the write into the cache.
 
-A step in which any sequence has more than one token goes to torch's fused attention (sdpa.py) as a whole.
+A sequence gives the same bits whatever else is in the batch. Where the CPU has no bfloat16 dot products, a step in
+which any sequence has more than one token goes to torch's fused attention (sdpa.py) as a whole.
 Legend: T tokens, B sequences, N query heads, K key/value heads, D head dim, V value head dim, P pages, S page size.
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from firstlight.kernels.attention import sdpa
 from firstlight.kernels.attention.meta import AttentionMeta
-from firstlight.kernels.native.build import function
+from firstlight.kernels.native.build import function, has_bf16_dot
 
 
 def attention(
@@ -27,23 +28,24 @@ def attention(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """See the reference for the contract; queries and caches are bfloat16."""
-    if meta.max_query_len > 1:
+    if meta.max_query_len > 1 and (q_TND.shape[-1] % 2 or not has_bf16_dot()):
         return sdpa.attention(q_TND, k_cache_PKSD, v_cache_PKSV, meta, scale, window, softcap, sinks_N)
     _check(q_TND, k_cache_PKSD, v_cache_PKSV)
-    (B, N, D), K, V = q_TND.shape, k_cache_PKSD.shape[1], v_cache_PKSV.shape[-1]
+    (T, N, D), K, V = q_TND.shape, k_cache_PKSD.shape[1], v_cache_PKSV.shape[-1]
     if sinks_N is not None:
         sinks_N = sinks_N.float().contiguous()
-    out_BNV = torch.empty((B, N, V), dtype=torch.bfloat16)
+    out_TNV = torch.empty((T, N, V), dtype=torch.bfloat16)
     sizes = (ctypes.c_int64 * 16)(
         *q_TND.stride()[:2], *k_cache_PKSD.stride()[:3], *v_cache_PKSV.stride()[:3],
-        meta.page_table.shape[1], meta.page_size, B, N, K, D, V, window or 0,
+        meta.page_table.shape[1], meta.page_size, len(meta.query_lens), N, K, D, V, window or 0,
     )  # fmt: skip
-    function("attention", "ppppppppffi")(
+    function("attention", "pppppppppffi")(
         q_TND.data_ptr(), k_cache_PKSD.data_ptr(), v_cache_PKSV.data_ptr(),
-        meta.page_table.data_ptr(), meta.kv_len.data_ptr(), None if sinks_N is None else sinks_N.data_ptr(),
-        out_BNV.data_ptr(), ctypes.addressof(sizes), scale, softcap or 0.0, torch.get_num_threads(),
+        meta.page_table.data_ptr(), meta.query_start.data_ptr(), meta.kv_len.data_ptr(),
+        None if sinks_N is None else sinks_N.data_ptr(),
+        out_TNV.data_ptr(), ctypes.addressof(sizes), scale, softcap or 0.0, torch.get_num_threads(),
     )  # fmt: skip
-    return out_BNV
+    return out_TNV
 
 
 def write_cache(k_TKD: Tensor, v_TKV: Tensor, k_cache_PKSD: Tensor, v_cache_PKSV: Tensor, meta: AttentionMeta) -> None:
