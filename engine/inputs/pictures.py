@@ -242,8 +242,7 @@ def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, 
         return Image.alpha_composite(white, rgba).convert("RGB"), True
     if image.mode != "RGB":
         notes.append(f"converted from mode {image.mode}")
-    rgb = image.convert("RGB")
-    return (rgb.copy() if rgb is image else rgb), False
+    return image.convert("RGB"), False
 
 
 def _from_wide_grey(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, bool]:

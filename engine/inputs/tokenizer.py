@@ -94,7 +94,7 @@ class Tokenizer:
         class_name = effective_class(config, options, b'"ByteLevel"' in text)
         pipeline = PIPELINES[class_name](options) if class_name in PIPELINES else None
 
-        backend = _load(path, text)
+        backend = _load(path, text if pipeline is None else _without_added_tokens(text))
         findings = list(_override(backend, path, parsed, class_name, pipeline))
         named, extra = read_special_tokens(directory, options, pipeline)
         _add_tokens(backend, _listed_tokens(directory, options, parsed, named, extra), named, extra)
@@ -192,6 +192,12 @@ def _load(path: Path, text: bytes) -> tokenizers.Tokenizer:
                 next=f"tokenizers {tokenizers.__version__} reads it or does not: try a newer one",
             )
         ) from error
+
+
+def _without_added_tokens(text: bytes) -> bytes:
+    """tokenizer.json as such a class reads it: added tokens count only where the configuration lists them."""
+    parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**parts, "added_tokens": []})
 
 
 def _override(

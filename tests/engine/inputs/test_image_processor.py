@@ -72,6 +72,12 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "siglip, list": {**SIGLIP, "size": [24, 30]},
     "llava": {**CLIP, "image_processor_type": "LlavaImageProcessor"},
     "llava, square": {**CLIP, "image_processor_type": "LlavaImageProcessorFast", "do_pad": True},
+    "llava, square, no frame": {
+        **CLIP,
+        "image_processor_type": "LlavaImageProcessor",
+        "do_pad": True,
+        "pad_size": {"height": 50, "width": 41},
+    },
     "vit": {**SIGLIP, "image_processor_type": "ViTImageProcessor"},
     "vit, number": {**SIGLIP, "image_processor_type": "ViTImageProcessorFast", "size": 24},
     "blip": {**SIGLIP, "image_processor_type": "BlipImageProcessor"},

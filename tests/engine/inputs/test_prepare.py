@@ -82,6 +82,16 @@ def test_a_turn_of_a_tokenizer_gets_no_further_beginning(toys: Path, name: str) 
     assert ours.record.chat_template_file == str(toys / name / "chat_template.jinja")
 
 
+def test_a_template_without_a_beginning_stays_without(copy_of: Callable[[str], Path]) -> None:
+    """A tokenizer adds nothing to what a template writes, even where its post-processor would."""
+    directory = copy_of("bos")
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        [{"role": "user", "content": PROMPT}], tokenize=True, return_tensors="np"
+    )
+    np.testing.assert_array_equal(prepare(directory, PROMPT, chat=True).input_ids, theirs["input_ids"])
+
+
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_a_turn_of_a_processor_begins_as_transformers_begins_it(
     copy_of: Callable[[str], Path], writes_bos: bool

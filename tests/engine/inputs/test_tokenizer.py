@@ -165,6 +165,41 @@ def test_tokens_added_by_the_configuration(tmp_path: Path) -> None:
     assert ours.token_id("<extra>") == theirs.convert_tokens_to_ids("<extra>") == size + 3
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_which_tokens_are_special(tmp_path: Path, class_name: str) -> None:
+    """A named token is special whatever its entry says; a nameless one where the class makes it so."""
+    size = byte_level_backend().get_vocab_size()
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": False}
+    decoder = {str(size + i): {"content": token, **flags} for i, token in enumerate(("<named>", "<extra>", "<plain>"))}
+    directory = save_tokenizer(
+        byte_level_backend(),
+        tmp_path,
+        class_name,
+        added_tokens_decoder=decoder,
+        pad_token="<named>",
+        extra_special_tokens=["<extra>"],
+    )
+    write_json(directory / "config.json", {"model_type": "qwen2" if class_name.startswith("Qwen") else "llama"})
+    ours, _ = assert_same(directory, ("a<named><extra><plain>b",))
+    special = {token for token in ("<named>", "<extra>", "<plain>") if ours.token_id(token) in ours.special_ids}
+    assert special == ({"<named>", "<extra>"} if class_name.startswith("Qwen") else {"<named>"})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flags_of_the_model_that_a_class_replaces(tmp_path: Path) -> None:
+    """What the vocabulary lacks becomes bytes with LlamaTokenizer, whatever tokenizer.json says."""
+    from tokenizers import Tokenizer as Backend
+
+    state = json.loads(metaspace_backend().to_str())
+    state["model"] |= {"byte_fallback": False, "fuse_unk": False}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    directory = save_tokenizer(Backend.from_str(json.dumps(state)), tmp_path, "LlamaTokenizer", **names)
+    write_json(directory / "config.json", {"model_type": "llama"})
+    ours, _ = assert_same(directory)
+    assert ours.token_id("<unk>") not in ours.encode("🫠")
+
+
 def test_special_tokens_in_files_of_older_releases(tmp_path: Path) -> None:
     directory = save_tokenizer(byte_level_backend(), tmp_path, "PreTrainedTokenizerFast")
     write_json(
