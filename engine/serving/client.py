@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -133,6 +133,12 @@ class EngineClient:
     def close(self) -> None:
         """Let go of the connection; the engine goes on."""
         self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _ask(self, method: str, path: str, **arguments: Any) -> bytes:
         response = self._send(self._http.build_request(method, path, **arguments))

@@ -164,8 +164,8 @@ class Host:
         """End it: ask the engine, then the supervisor, then kill. Nothing is left when this returns."""
         handle = self.refresh()
         if self.is_alive() and handle.status == "ready" and handle.url is not None:
-            with contextlib.suppress(Refused, EngineFailed):
-                EngineClient(handle.url, handle.token).stop()
+            with contextlib.suppress(Refused, EngineFailed), EngineClient(handle.url, handle.token) as client:
+                client.stop()
             self._await_end(grace_s)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not self.is_alive():

@@ -1,0 +1,255 @@
+"""Hosts with real processes: killed, stopped, abandoned, attached to, drained, refused, and on other meshes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.options import HostOptions
+from firstlight.engine.serving.request import SamplingParams
+from firstlight.engine.serving.runtime import Engine
+from firstlight.engine.serving.stream import EngineFailed
+from tests.checkpoints import inputs
+
+DEADLINE_S = 2.0
+QUICK = HostOptions(deadline_s=DEADLINE_S, beat_period_s=0.1, linger_s=1.0)
+LONG = SamplingParams(max_new_tokens=48, ignore_eos=True)
+
+Get = Callable[[str], Path]
+
+
+def gone(pids: tuple[int, ...], within_s: float) -> bool:
+    """Whether all processes end in time (a zombie that nobody collects counts as ended)."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not left:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def pair(checkpoint: Get, tmp_path: Path) -> Iterator[Host]:
+    with Host.start(checkpoint("llama"), Mesh(tp=2), run_dir=tmp_path / "run", http=QUICK, threads=2) as host:
+        host.wait_ready(60)
+        yield host
+    assert gone((*host.pids, host.handle.pid), 5.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_lost_rank_turns_health_bad_within_the_deadline(pair: Host, number: int, busy: bool) -> None:
+    client, health = pair.client(), httpx.Client(base_url=pair.url, timeout=1.0)
+    running = client.generate([5, 6, 7], params=LONG) if busy else None
+    if running is not None:
+        next(running)
+    lost = time.monotonic()
+    os.kill(pair.pids[1], number)
+    limit_s = DEADLINE_S + 1.5
+    with health:
+        while (answer := health.get("/health")).status_code == 200:
+            assert time.monotonic() - lost < limit_s, "health is good though a rank is lost"
+            time.sleep(0.02)
+    assert answer.status_code == 503
+    body = answer.json()
+    assert body["status"] == "failed"
+    assert body["rank"] == 1
+    assert body["phase"]
+    reason = "killed by signal 9" if number == signal.SIGKILL else "no sign of life"
+    assert reason in body["failure"]["reason"]
+    if number == signal.SIGKILL:
+        assert time.monotonic() - lost < 1.5
+    if running is not None:
+        deltas = list(running)
+        assert deltas[-1].finish == "error" or len(deltas) == 47  # it may have been done before
+        assert deltas[-1].error is None or "rank 1" in deltas[-1].error
+    assert gone((pair.handle.pid, *pair.pids), 5.0), "something outlives the failure"
+    assert pair.health().failure is not None
+    assert pair.health().failure.rank == 1  # type: ignore[union-attr]
+    with pytest.raises(EngineFailed):
+        client.complete([1])
+
+
+def test_rank_0_stopped_is_found_by_the_supervisor(pair: Host) -> None:
+    os.kill(pair.pids[0], signal.SIGSTOP)
+    assert gone((*pair.pids, pair.handle.pid), DEADLINE_S + 3.0)
+    failure = pair.health().failure
+    assert failure is not None
+    assert failure.rank == 0
+
+
+OWNER = """
+import os, signal, sys
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.host import Host
+host = Host.start(sys.argv[1], Mesh(tp=2), run_dir=sys.argv[2], detached=sys.argv[3] == "detached", threads=2)
+host.wait_ready(60)
+print(*host.pids, host.handle.pid, flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def owned(path: Path, run_dir: Path, kind: str) -> tuple[subprocess.Popen[str], tuple[int, ...]]:
+    """A host whose owner is a process that dies by SIGKILL as soon as its standard input ends; and all pids."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(path), str(run_dir), kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    return owner, tuple(int(pid) for pid in owner.stdout.readline().split())
+
+
+def die(owner: subprocess.Popen[str]) -> None:
+    owner.communicate(timeout=10)
+    assert owner.returncode == -signal.SIGKILL
+
+
+def test_no_orphan_is_left_when_the_owner_dies(checkpoint: Get, tmp_path: Path) -> None:
+    owner, pids = owned(checkpoint("llama"), tmp_path / "run", "owned")
+    assert len(pids) == 3
+    die(owner)
+    assert gone(pids, 3.0), "a process outlives its owner"
+    with pytest.raises(Refused, match="has ended"):
+        Host.attach(tmp_path / "run")
+
+
+def test_no_rank_is_left_when_the_supervisor_is_killed(pair: Host) -> None:
+    os.kill(pair.handle.pid, signal.SIGKILL)
+    assert gone(pair.pids, 3.0), "a rank outlives its supervisor"
+    health = pair.health()
+    assert health.status == "failed"
+
+
+def test_a_detached_host_outlives_its_owner_and_is_found_again(checkpoint: Get, tmp_path: Path) -> None:
+    owner, pids = owned(checkpoint("llama"), tmp_path / "run", "detached")
+    die(owner)
+    time.sleep(0.5)
+    host = Host.attach(tmp_path / "run" / "host.json")
+    try:
+        assert host.pids == pids[:2]
+        assert (tmp_path / "run" / "host.json").stat().st_mode & 0o077 == 0, "the token is readable by others"
+        assert len(host.client().complete([3, 4], params=SamplingParams(max_new_tokens=4, ignore_eos=True)).tokens) == 4
+    finally:
+        host.stop()
+    assert gone(pids, 3.0)
+    assert host.health().status == "stopped"
+
+
+def test_draining_ends_what_runs_and_refuses_what_comes(pair: Host) -> None:
+    client = pair.client()
+    running = client.generate([5, 6, 7], params=LONG)
+    next(running)
+    client.drain()
+    assert client.health().status == "draining"
+    assert client.health().running == 0
+    rest = list(running)
+    assert rest[-1].finish == "length"
+    with pytest.raises(Refused, match="draining"):
+        client.complete([1, 2])
+    answer = httpx.post(
+        f"{pair.url}/v1/completions",
+        json={"model": "llama", "prompt": [1, 2]},
+        headers={"Authorization": f"Bearer {pair.token}"},
+    )
+    assert answer.status_code == 503
+
+
+def test_what_a_rank_refuses_reaches_the_owner(checkpoint: Get, tmp_path: Path) -> None:
+    path = checkpoint("llama")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in path.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    shard = sorted(broken.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-4096])
+    stages: list[str] = []
+    with Host.start(broken, run_dir=tmp_path / "run") as host:
+        with pytest.raises(Refused) as caught:
+            host.wait_ready(60, lambda health: stages.append(health.stage))
+        assert caught.value.findings[0].code == "truncated-shard"
+        assert host.health().status == "failed"
+    with Host.start(path, Mesh(tp=3), run_dir=tmp_path / "three") as host, pytest.raises(Refused) as caught:
+        host.wait_ready(60)
+    assert caught.value.findings[0].code == "indivisible"
+
+
+def test_the_start_is_shown_by_stages(checkpoint: Get, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    with Host.start(checkpoint("llava-clip"), run_dir=tmp_path / "run", threads=2) as host:
+        health = host.wait_ready(60, seen.append).health()
+    passed = {stage.name: stage for stage in health.stages if stage.status == "passed"}
+    assert {"mesh", "ping", "ledger", "load", "warm-up text", "warm-up image", "ready"} <= set(passed)
+    assert all(stage.deadline_s for name, stage in passed.items() if name != "ready")
+    assert all(not one.is_ready for one in seen[:-1])
+    assert json.loads((tmp_path / "run" / "host.json").read_text())["status"] == "stopped"
+
+
+def test_only_loopback_is_open_without_a_token() -> None:
+    for host in ("0.0.0.0", "192.168.1.7", "::"):
+        with pytest.raises(Refused, match="token"):
+            HostOptions(host=host)
+        HostOptions(host=host, token="secret")
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        HostOptions(host=host)
+
+
+def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_path: Path) -> None:
+    with Host.start(checkpoint("llama"), run_dir=tmp_path / "run", make_token=False, threads=1) as host:
+        host.wait_ready(60)
+        assert httpx.get(f"{host.url}/v1/models").status_code == 200
+        rebound = httpx.get(f"{host.url}/v1/models", headers={"Host": "evil.example"})
+        assert rebound.status_code == 403
+        taken = int(host.url.rpartition(":")[2])
+        with Host.start(checkpoint("llama"), run_dir=tmp_path / "two", http=HostOptions(port=taken)) as second:
+            with pytest.raises(Refused, match="cannot listen"):
+                second.wait_ready(60)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, pp=2), Mesh(ep=2, tp=2)], ids=lambda mesh: mesh.describe())
+def test_every_mesh_gives_the_tokens_and_traces_of_one_rank(checkpoint: Get, tmp_path: Path, mesh: Mesh) -> None:
+    path = checkpoint("llava-moe")
+    given = inputs("llava-moe", batch=3)
+    ids, mask = given.pop("input_ids"), given.pop("attention_mask")
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=0.8, seed=5, logprobs=True, top_logprobs=2)
+    single = Engine.start(str(path), dtype="F32", threads=1)
+    wanted = single.trace(ids, mask, given, steps=4)
+    answer = single.complete([5, 6, 7], params=params)
+    with Host.start(path, mesh, run_dir=tmp_path / "run", dtype="F32", threads=4) as host:
+        client = host.wait_ready(90)
+        found = client.trace(ids, mask, given, steps=4)
+        streams = [client.generate([5, 6, 7], params=params) for _ in range(5)]  # over all replicas
+        tokens = {tuple(token for delta in stream for token in delta.tokens) for stream in streams}
+        forced = client.trace(ids, mask, given, inputs={"hidden.1": wanted["hidden.1"]})
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-4 * np.abs(value).max(), err_msg=name)
+    assert tokens == {answer.tokens}
+    np.testing.assert_allclose(forced["hidden.2"], wanted["hidden.2"], atol=1e-4 * np.abs(wanted["hidden.2"]).max())
+
+
+def test_a_host_that_cannot_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no engine host"):
+        Host.attach(tmp_path)
+    with (
+        Host.start(tmp_path / "nowhere", run_dir=tmp_path / "run") as host,
+        pytest.raises((Refused, RankFailure)) as caught,
+    ):
+        host.wait_ready(60)
+    assert "not a checkpoint directory" in str(caught.value)
