@@ -39,7 +39,7 @@ up: install ## the whole ladder on a sample: make up [MODEL=menagerie|smollm2|PA
 ifeq ($(MODEL),menagerie)
 	$(BIN)/firstlight up data/samples/menagerie --tp $(TP) $(ARGS)
 else ifeq ($(MODEL),smollm2)
-	checkpoint="$$($(BIN)/python data/samples/fetch_smollm2.py)" && $(BIN)/firstlight up "$$checkpoint" --tp $(TP) $(ARGS)
+	checkpoint="$$($(BIN)/python data/samples/fetch_smollm2.py)" && $(BIN)/firstlight up "$$checkpoint" --pp 2 $(ARGS) # 9 heads
 else
 	$(BIN)/firstlight up "$(MODEL)" --tp $(TP) $(ARGS)
 endif

@@ -162,15 +162,25 @@ class Bringup:
         )
 
     def verify(
-        self, golden: str | os.PathLike[str] | None = None, reference: str | None = None, **settings: Any
+        self,
+        golden: str | os.PathLike[str] | None = None,
+        reference: str | None = None,
+        running: bool | None = None,
+        **settings: Any,
     ) -> Report:
-        """The running engine against a golden file or against transformers, layer by layer."""
+        """The mathematics against a golden file or against transformers, layer by layer, under the same mesh.
+
+        `running` True: the engine that runs, in its dtype; False: another one for the time being, in float32 on the
+        CPU. None: the running one where it computes in float32 or on GPUs.
+        """
 
         def compare(progress: Progress) -> Report:
             from firstlight.workbench.verify import verify
 
             file = None if golden is None else os.fspath(golden)
-            return verify(self.options, file, reference, engine=self.engine, progress=progress, **settings)
+            return verify(
+                self.options, file, reference, engine=self._for_verify(running), progress=progress, **settings
+            )
 
         return self._rung("verify", compare)
 
@@ -251,6 +261,12 @@ class Bringup:
     def __repr__(self) -> str:
         done = ", ".join(f"{rung.verb} {rung.status}" for rung in self.run.record.rungs) or "nothing yet"
         return f"Bringup({self.checkpoint!r}, {self.options.mesh.describe()}, {self.run.directory}: {done})"
+
+    def _for_verify(self, running: bool | None) -> EngineClient | None:
+        if running is None:
+            info = self.engine.info()
+            running = info.dtype == "F32" or "cpu" not in info.device
+        return self.engine if running else None
 
     # What every rung does
 

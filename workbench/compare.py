@@ -82,7 +82,7 @@ class Ranking:
     ties: tuple[int, ...]
     faults: tuple[int, ...]
     overlap: float
-    strangers: tuple[int, ...]  # rows where a token of the reference's top N is missing without being close to the N-th
+    strangers: tuple[int, ...]  # rows where a missing token of the reference's top N is not close to its next
 
     @property
     def agreement(self) -> float:
@@ -101,8 +101,9 @@ def ranking(ours: NDArray[Any], theirs: NDArray[Any], limit: float, top_n: int =
     our_top_RN = np.argpartition(-ours, top_n - 1, axis=1)[:, :top_n]
     found_RN = (top_RN[:, :, None] == our_top_RN[:, None, :]).any(axis=2)
     values_RN = np.take_along_axis(theirs, top_RN, axis=1)
-    last_R1 = values_RN.min(axis=1, keepdims=True)
-    strange_R = (~found_RN & (values_RN - last_R1 > margin_R[:, None])).any(axis=1)
+    following = min(top_n, theirs.shape[1] - 1)
+    next_R1 = -np.partition(-theirs, following, axis=1)[:, following : following + 1]
+    strange_R = (~found_RN & (values_RN - next_R1 > margin_R[:, None])).any(axis=1)
     return Ranking(
         rows=len(rows),
         agree=int((~flipped_R).sum()),

@@ -81,8 +81,8 @@ class Face:
         from rich.console import Console
         from rich.text import Text
 
-        line = Text.assemble((f"{status:<8}", STYLES[status]), "  ", (f"{verb:<8}", "bold"))
-        line.append(f"  {checks:<16}  {duration:>9}  ").append(figures, "dim")
+        line = Text.assemble((f"{status:<7}", STYLES[status]), "  ", (f"{verb:<7}", "bold"))
+        line.append(f"  {checks:<16} {duration:>9}  ").append(figures, "dim")
         Console(file=self.out, highlight=False).print(line, no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str = "") -> None:

@@ -14,16 +14,16 @@ from firstlight.workbench.report import Draft, Report
 
 Rung = Callable[[], Report]
 
-# What a rung's line shows, by metric; the first of each group that the report has.
-HIGHLIGHTS: dict[str, tuple[str, ...]] = {
-    "scan": ("parameters", "checkpoint_bytes"),
-    "plan": ("weight_bytes_per_device", "kv_bytes_per_token"),
-    "load": ("read_bytes", "read_rate"),
-    "start": ("start_s", "ranks"),
-    "infer": ("first_token_s", "tokens_per_s"),
-    "verify": ("relative_max_abs", "top1_agreement"),
-    "profile": ("decode_tokens_per_s", "decode_of_limit"),
-    "export": ("archive",),
+# What a rung's line says of its figures.
+HIGHLIGHTS: dict[str, str] = {
+    "scan": "{parameters}, {checkpoint_bytes}",
+    "plan": "{weight_bytes_per_device} of weights a device",
+    "load": "{read_bytes} at {read_rate}",
+    "start": "{ranks} in {start_s}",
+    "infer": "first token after {first_token_s}, {tokens_per_s}",
+    "verify": "logits within {logits_max_abs}, KL {kl_mean}",
+    "profile": "{decode_tokens_per_s}, {decode_of_limit} of the memory's limit",
+    "export": "{archive_bytes}",
 }
 
 
@@ -33,7 +33,7 @@ def climb(
     """Every rung on the one below; stops at the first that does not pass, unless the bring-up is forced."""
     draft = Draft("up", bringup.run.record.model)
     done: dict[str, Report] = {}
-    stopped = ""
+    stopped, status = "", None
     for verb, rung in _rungs(bringup, golden, deep, cluster):
         if stopped and not bringup.force:
             draft.check(verb, None, detail=f"not run: {stopped} did not pass")
@@ -43,10 +43,11 @@ def climb(
         _tell(face, report)
         draft.check(verb, report.passed, value=report.status, detail=_highlights(report))
         if not report.passed:
+            status = status or report.status
             stopped = stopped or verb
             draft.find(finding for finding in report.findings if finding.severity == "fatal")
     _summary(draft, done)
-    report = draft.close()
+    report = draft.close(status)  # a rung that was refused makes the whole refused
     bringup.run.add(report)
     _end(face, bringup, report)
     return report
@@ -84,12 +85,15 @@ def _tell(face: Face, report: Report) -> None:
 
 
 def _highlights(report: Report) -> str:
-    shown = []
-    for name in HIGHLIGHTS.get(report.verb, ()):
-        metric = report.metrics.get(name)
-        if metric is not None and metric.value is not None:
-            shown.append(f"{words.heading(name)} {words.quantity(metric.value, metric.unit)}")
-    return ", ".join(shown)
+    """The figures of the rung's line; empty where the report lacks one. A prefix in a metric's name does not matter."""
+    found = {}
+    for name, metric in reversed(report.metrics.items()):
+        if metric.value is not None:
+            found[name.rpartition(" ")[2]] = words.quantity(metric.value, metric.unit)
+    try:
+        return HIGHLIGHTS.get(report.verb, "").format_map(found)
+    except KeyError:
+        return ""
 
 
 def _summary(draft: Draft, done: dict[str, Report]) -> None:

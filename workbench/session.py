@@ -23,6 +23,7 @@ class Session:
     run: Run | None = None
     force: bool = False
     forced: bool = False
+    has_said_all: bool = False  # the verb has shown its report itself
 
     def progress(self, rung: str) -> Progress:
         """Progress that goes to the live view and, with a run, to its events."""
@@ -46,7 +47,7 @@ class Session:
             write_json(report, json_file)
         if brief:
             self.face.brief(report)
-        else:
+        elif not self.has_said_all:
             self.face.report(report)
         return report
 

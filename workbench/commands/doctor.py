@@ -11,9 +11,7 @@ from firstlight.workbench.session import Session
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="CKPT", help="choose operators for the sizes of this checkpoint")
-    parser.add_argument(
-        "--dtype", type=options.dtype, metavar="D", default="BF16", help="of the operators' inputs"
-    )
+    parser.add_argument("--dtype", type=options.dtype, metavar="D", default="BF16", help="of the operators' inputs")
     parser.add_argument("--bandwidth", action="store_true", help="measure what the memory gives")
 
 

@@ -9,8 +9,6 @@ from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session
 
-SHOWS_ITSELF = True  # a line a rung as they end; the reports are in the run directory
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
@@ -42,4 +40,6 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         **values,
     ) as bringup:
         session.face.line(f"{Path(checkpoint).name} on {mesh.describe()}, run directory {bringup.run.directory}")
-        return climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster)
+        report = climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster)
+    session.has_said_all = True  # a line a rung as they ended; the reports are in the run directory
+    return report
