@@ -144,32 +144,39 @@ def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | No
                 for index, (name, values) in enumerate(series.items())
             ]
         )
-        figure.update_layout(yaxis={"type": "log", "title": unit, "exponentformat": "power"}, xaxis_title="layer")
+        figure.update_layout(
+            yaxis={"type": "log", "title": unit, "exponentformat": "power"}, xaxis={"type": "category"}
+        )
         return dressed(figure, title, 340)
 
     return View(html, live)
 
 
 def memory_map(rows: Sequence[Row]) -> View:
-    """What each rank holds by role; rows of rank, role, bytes."""
-    shown = [{**row, "rank": f"rank {row['rank']}", "MiB": float(row["bytes"]) / 2**20} for row in rows]
+    """What each rank holds by role: rows of rank and `<role>_bytes`, as in the table `memory` of the rung `start`."""
+    shown = [
+        {"rank": f"rank {row['rank']}", "role": key.removesuffix("_bytes"), "MiB": row[key] / 2**20}
+        for row in rows
+        for key in row
+        if key.endswith("_bytes") and key != "process_bytes"
+    ]
     return stacked("Memory by rank and role", shown, "rank", "role", "MiB", lambda total: f"{total:,.1f} MiB", "MiB")
 
 
 def layer_times(rows: Sequence[Row], phase: str) -> View:
-    """Time per layer of one phase on its slowest rank; rows of phase, rank, layer, ms."""
-    slowest: dict[str, Row] = {}
+    """Time per block on its slowest rank: rows of rank, block, `<phase>_ms`, as in the table `layers` of `profile`."""
+    slowest: dict[str, float] = {}
     for row in rows:
-        layer = str(row["layer"])
-        if row["phase"] == phase and (layer not in slowest or row["ms"] > slowest[layer]["ms"]):
-            slowest[layer] = row
-    shown = [{"layer": layer, "part": "compute", "ms": row["ms"]} for layer, row in slowest.items()]
+        if row[f"{phase}_ms"] is not None:
+            block = str(row["block"])
+            slowest[block] = max(slowest.get(block, 0.0), row[f"{phase}_ms"])
+    shown = [{"block": block, "part": "compute", "ms": spent} for block, spent in slowest.items()]
     title = f"Time per layer, {phase}, slowest rank"
-    return stacked(title, shown, "layer", "part", "ms", lambda total: f"{total:.3f} ms", "ms")
+    return stacked(title, shown, "block", "part", "ms", lambda total: f"{total:.3f} ms", "ms")
 
 
 def step_split(rows: Sequence[Row]) -> View:
-    """A step divided into computing, communicating and waiting; rows of phase, rank, compute_ms, ..."""
+    """A step divided into computing, communicating and waiting: rows as in the table `steps` of the rung `profile`."""
     parts = ("compute", "communication", "waiting")
     shown = [
         {"step": f"{row['phase']}, rank {row['rank']}", "part": part, "ms": row[f"{part}_ms"]}
@@ -179,10 +186,15 @@ def step_split(rows: Sequence[Row]) -> View:
     return stacked("Where a step goes", shown, "step", "part", "ms", lambda total: f"{total:.2f} ms", "ms")
 
 
-def errors_by_layer(rows: Sequence[Row], columns: Mapping[str, str]) -> View:
-    """Relative error per layer; `columns` maps a curve's name to its column. The first column of rows is `layer`."""
-    series = {name: [row.get(column) for row in rows] for name, column in columns.items()}
-    return lines("Error per layer against the reference", [row["layer"] for row in rows], series, "relative max-abs")
+def errors_by_layer(rows: Sequence[Row]) -> View:
+    """Relative error per layer against the noise floor: rows as in the table `layers` of the rung `verify`."""
+    columns = {"free running": "free_running", "teacher-forced": "teacher_forced", "noise floor": "floor"}
+    series = {
+        name: [row.get(column) for row in rows]
+        for name, column in columns.items()
+        if any(row.get(column) is not None for row in rows)
+    }
+    return lines("Error per layer against the reference", [row["of"] for row in rows], series, "relative max-abs")
 
 
 def colour(name: str, index: int = 0) -> str:
