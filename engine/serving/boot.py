@@ -14,6 +14,7 @@ from firstlight.engine.model.build import Model
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import MLA, Attention, CacheSpec, ModelSpec, MoE
 from firstlight.engine.parallel.comm import Comms
+from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token
@@ -71,6 +72,7 @@ def bring_up(
     checkpoint = Checkpoint.open(options.checkpoint)
     checkpoint.refuse_if_broken()
     spec, matcher = FAMILIES.describe(checkpoint.config)
+    refuse_impossible(spec, options.mesh)
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
     dtype = spec.dtype if options.dtype == "auto" else options.dtype

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.health import Beat, Failure, Pulse
 from firstlight.engine.serving.options import HostOptions
@@ -48,13 +49,17 @@ class Desk:
         if self.engine is not None:
             self.engine.fail(failure)
 
-    def open(self, opened: Callable[[str], None]) -> None:
-        """Import and start the server without holding up the caller; `opened` gets its url."""
+    def open(self, opened: Callable[[str], None], refused: Callable[[Refused], None]) -> None:
+        """Import and start the server without holding up the caller; `opened` gets its url, or `refused` the reason."""
 
         def run() -> None:
             from firstlight.engine.serving.server import HttpServer
 
-            server = HttpServer(self)
+            try:
+                server = HttpServer(self)
+            except Refused as error:
+                refused(error)
+                return
             self._stop = server.stop
             opened(server.url)
             server.run()

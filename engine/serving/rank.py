@@ -11,6 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.cluster import Place, backend_of
 from firstlight.engine.parallel.comm import CommFailure, Comms
 from firstlight.engine.serving.boot import bring_up, device_of, ping
@@ -128,7 +129,14 @@ class RankProcess:
                 time.sleep(self.host.beat_period_s)
 
         threading.Thread(target=look, name="watch", daemon=True).start()
-        desk.open(lambda url: self._say(Note(url=url)))
+        desk.open(lambda url: self._say(Note(url=url)), self._refused)
+
+    def _refused(self, error: Refused) -> None:
+        """HTTP cannot be served: there is no use in going on."""
+        self._say(Note(failure=failure_of(self.place.rank, "http", error)))
+        if self.line is None:
+            traceback.print_exception(error)
+            os._exit(2)
 
     def _take(self, note: Note) -> None:
         if note.failure is not None and self.desk is not None:

@@ -217,9 +217,9 @@ def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_pat
         rebound = httpx.get(f"{host.url}/v1/models", headers={"Host": "evil.example"})
         assert rebound.status_code == 403
         taken = int(host.url.rpartition(":")[2])
-        with Host.start(checkpoint("llama"), run_dir=tmp_path / "two", http=HostOptions(port=taken)) as second:
-            with pytest.raises(Refused, match="cannot listen"):
-                second.wait_ready(60)
+        second = Host.start(checkpoint("llama"), run_dir=tmp_path / "two", http=HostOptions(port=taken))
+        with second, pytest.raises(Refused, match="cannot listen"):
+            second.wait_ready(60)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, pp=2), Mesh(ep=2, tp=2)], ids=lambda mesh: mesh.describe())
