@@ -73,7 +73,8 @@ class Matcher:
     """
 
     def __init__(self, rules: Iterable[WeightRule]) -> None:
-        compiled = [(re.compile(_pattern(item.tensor) + r"\Z"), item) for item in rules]
+        self.rules = tuple(rules)
+        compiled = [(re.compile(_pattern(item.tensor) + r"\Z"), item) for item in self.rules]
         self._particular = [pair for pair in compiled if _PARTICULAR.search(pair[1].tensor)]
         self._general = [pair for pair in compiled if not _PARTICULAR.search(pair[1].tensor)]
         self._by_shape: dict[str, Template | None] = {}

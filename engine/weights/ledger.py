@@ -5,40 +5,34 @@ Less than 100 % on either side means no start. No torch.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.gaps import (
+    FLOATS,
+    Problem,
+    by_pattern,
+    left_over,
+    missing_findings,
+    pattern_range,
+    scale_findings,
+    shape_problem,
+    split_scales,
+    twice_findings,
+    unconsumed_findings,
+    wrong,
+)
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.source import Region, Source
 
-FLOATS = frozenset(("F32", "BF16", "F16", "F64"))
-Region = tuple[tuple[int, int, int], ...]  # per dim of the stored tensor: start, stop, step
-
-
-class Source(msgspec.Struct, frozen=True, gc=False):
-    """The part of a stored tensor that is one whole parameter: `region` in the tensor's dims, then `transpose`d."""
-
-    tensor: str
-    region: Region
-    transpose: bool = False
-    tied: bool = False
-
-    def cut(self, bounds: tuple[tuple[int, int], ...]) -> Region:
-        """The region of the stored tensor that holds `bounds` of the parameter."""
-        own = (*bounds[:-2], bounds[-1], bounds[-2]) if self.transpose else bounds
-        lead = len(self.region) - len(own)
-        inner = tuple(
-            (start + low * step, start + (high - 1) * step + 1 if high > low else start + low * step, step)
-            for (start, _, step), (low, high) in zip(self.region[lead:], own, strict=True)
-        )
-        return self.region[:lead] + inner
+__all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,23 +71,26 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher) -> Ledger:
     """Matches every tensor to parameters and back; nothing is guessed and nothing is read but two tied heads."""
     params = {param.name: param for param in spec.parameters()}
-    book = _Book(params)
+    book = _Book(params, checkpoint)
     for tensor in checkpoint.tensors.values():
         book.enter(tensor, matcher.match(tensor.name))
-    book.settle_head(checkpoint, spec)
-    return book.close()
+    book.settle_head(spec)
+    return book.close(spec)
 
 
 class _Book:
     """The account while it is being written."""
 
-    def __init__(self, params: Mapping[str, Param]) -> None:
+    def __init__(self, params: Mapping[str, Param], checkpoint: Checkpoint) -> None:
         self.params = params
+        self.checkpoint = checkpoint
         self.sources: dict[str, Source] = {}
         self.consumed: dict[str, tuple[str, ...]] = {}
         self.left_out: dict[str, str] = {}
         self.unconsumed: list[str] = []
         self.findings: list[Finding] = []
+        self.problems: dict[Problem, list[tuple[str, str]]] = {}
+        self.twice: list[tuple[str, str]] = []
 
     def enter(self, tensor: TensorInfo, match: Match | None) -> None:
         if match is None:
@@ -103,35 +100,32 @@ class _Book:
             self.left_out[tensor.name] = match.rule.reason
             return
         filled: list[str] = []
-        for name, source in _expand(tensor, match, self.params):
+        sound, elements = True, 0
+        for name, source in expand(tensor, match, self.params):
             param = self.params.get(name)
             if param is None:
                 continue
             if name in self.sources:
-                self._twice(tensor, name)
-            elif problem := _problem(tensor, param, source):
-                self.findings.append(problem)
+                self.twice.append((name, tensor.name))
+            elif problem := shape_problem(tensor, param, source):
+                self._wrong(problem, tensor, name)
+                sound = False
             filled.append(name)
+            elements += param.elements
             self.sources.setdefault(name, source)
-        if filled:
-            self.consumed[tensor.name] = tuple(filled)
-        else:
+        if not filled:
             self.unconsumed.append(tensor.name)
+            return
+        self.consumed[tensor.name] = tuple(filled)
+        if sound and elements != math.prod(tensor.shape):
+            self._wrong(left_over(tensor, filled, elements), tensor, filled[0])
+        if tensor.dtype not in FLOATS:
+            self._wrong(("unsupported-format", "", ", ".join(sorted(FLOATS)), tensor.dtype), tensor, filled[0])
 
-    def _twice(self, tensor: TensorInfo, name: str) -> None:
-        self.findings.append(
-            fatal(
-                "duplicate-tensor",
-                f"parameter {name} has two sources",
-                file=tensor.file,
-                tensors=(self.sources[name].tensor, tensor.name),
-                expected="one source",
-                found="two",
-                next="remove the stale copy from the checkpoint",
-            )
-        )
+    def _wrong(self, problem: Problem, tensor: TensorInfo, param: str) -> None:
+        self.problems.setdefault(problem, []).append((tensor.name, param))
 
-    def settle_head(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    def settle_head(self, spec: ModelSpec) -> None:
         """A head in the file is used, whatever the flag says; a missing one is the embedding if the flag allows."""
         embed, head = self.sources.get("embed.weight"), self.sources.get("head.weight")
         if embed is None or not spec.tied_head:
@@ -143,7 +137,11 @@ class _Book:
                 note("tied-head", f"head.weight <- {embed.tensor}: tied, stored once", tensors=(embed.tensor,))
             )
             return
-        same = checkpoint.read_bytes(head.tensor) == checkpoint.read_bytes(embed.tensor)
+        try:
+            same = equal_tensors(self.checkpoint, head.tensor, embed.tensor)
+        except Refused as refused:
+            self.findings.extend(refused.findings)
+            return
         say = note if same else warning
         self.findings.append(
             say(
@@ -154,7 +152,7 @@ class _Book:
                     if same
                     else "which differs from the embedding; the head in the file is used"
                 ),
-                file=checkpoint.tensors[head.tensor].file,
+                file=self.checkpoint.tensors[head.tensor].file,
                 tensors=(head.tensor, embed.tensor),
                 expected="no head of its own, or tie_word_embeddings false",
                 found="equal copy" if same else "different values",
@@ -162,10 +160,15 @@ class _Book:
             )
         )
 
-    def close(self) -> Ledger:
+    def close(self, spec: ModelSpec) -> Ledger:
         missing = tuple(name for name in self.params if name not in self.sources)
-        self.findings.extend(self._gaps("missing-tensor", missing))
-        self.findings.extend(self._gaps("unconsumed-tensor", self.unconsumed))
+        tensors = self.checkpoint.tensors
+        self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
+        self.findings.extend(twice_findings(self.twice, self.sources, tensors))
+        scales, unknown = split_scales(self.unconsumed, tensors)
+        self.findings.extend(scale_findings(scales, self.consumed, tensors))
+        self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head))
+        self.findings.extend(unconsumed_findings(unknown))
         return Ledger(
             sources=self.sources,
             consumed=self.consumed,
@@ -175,33 +178,20 @@ class _Book:
             findings=tuple(self.findings),
         )
 
-    def _gaps(self, code: str, names: Iterable[str]) -> Iterator[Finding]:
-        """One finding a pattern of names, with how many of that pattern are concerned."""
-        everything = by_pattern(self.params) if code == "missing-tensor" else {}
-        for pattern, concerned in by_pattern(names).items():
-            shown = pattern_range(pattern, concerned)
-            if code == "missing-tensor":
-                total = len(everything[pattern])
-                yield fatal(
-                    code,
-                    f"{shown}: {total - len(concerned):,} of {total:,} parameters filled",
-                    tensors=tuple(concerned),
-                    expected=f"{total:,} filled",
-                    found=f"{total - len(concerned):,} filled",
-                    next="find the tensors under another name and add a weight rule; values are never made up",
-                )
-            else:
-                yield fatal(
-                    code,
-                    f"{shown}: {len(concerned):,} tensors that no parameter consumes",
-                    tensors=tuple(concerned),
-                    expected="a weight rule, or a rule that leaves it out with a reason",
-                    found="no rule",
-                    next="add the rule to the family file: dropping weights in silence is not offered",
-                )
+
+def equal_tensors(checkpoint: Checkpoint, first: str, second: str, step_bytes: int = 8 << 20) -> bool:
+    """Whether two tensors are equal byte for byte; reads until they differ. Raises `Refused`."""
+    one, other = checkpoint.tensors[first], checkpoint.tensors[second]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(
+        checkpoint.read_bytes(first, start, min(step_bytes, one.nbytes - start))
+        == checkpoint.read_bytes(second, start, min(step_bytes, one.nbytes - start))
+        for start in range(0, one.nbytes, step_bytes)
+    )
 
 
-def _expand(tensor: TensorInfo, match: Match, params: Mapping[str, Param]) -> Iterator[tuple[str, Source]]:
+def expand(tensor: TensorInfo, match: Match, params: Mapping[str, Param]) -> Iterator[tuple[str, Source]]:
     """Each parameter that the tensor fills, with the region that fills it."""
     if not match.rule.stacked:
         whole = tuple((0, size, 1) for size in tensor.shape)
@@ -216,64 +206,15 @@ def _expand(tensor: TensorInfo, match: Match, params: Mapping[str, Param]) -> It
 def _split(
     tensor: TensorInfo, how: WeightRule, names: tuple[str, ...], region: Region, params: Mapping[str, Param]
 ) -> Iterator[tuple[str, Source]]:
-    if len(names) == 1:
-        yield names[0], Source(tensor.name, region, how.transpose)
+    dim, start = how.split_dim + (1 if how.stacked else 0), 0
+    if len(names) == 1 or dim >= len(region):  # a tensor of too few dims: the shape check will say so
+        yield from ((name, Source(tensor.name, region, how.transpose)) for name in names)
         return
-    lead = 1 if how.stacked else 0
-    dim, start = lead + how.split_dim, 0
     for index, name in enumerate(names):
         rows = region[dim][1] // len(names)
         if name in params:
             shape = params[name].shape
-            own = how.split_dim if not how.transpose else len(shape) - 1 - how.split_dim
-            rows = shape[own]
+            rows = shape[how.split_dim if not how.transpose else len(shape) - 1 - how.split_dim]
         cut = (index, index + (rows - 1) * len(names) + 1, len(names)) if how.interleaved else (start, start + rows, 1)
         yield name, Source(tensor.name, (*region[:dim], cut, *region[dim + 1 :]), how.transpose)
         start += rows
-
-
-def _problem(tensor: TensorInfo, param: Param, source: Source) -> Finding | None:
-    sizes = [-(-(stop - start) // step) for start, stop, step in source.region]
-    inside = all(stop <= size for (_, stop, _), size in zip(source.region, tensor.shape, strict=True))
-    own = sizes[len(sizes) - len(param.shape) :]
-    if source.transpose:
-        own[-2:] = own[:-3:-1]
-    if not inside or tuple(own) != param.shape:
-        return fatal(
-            "shape-mismatch",
-            f"{tensor.name} does not have the shape of {param.name}",
-            file=tensor.file,
-            tensors=(tensor.name,),
-            expected=str(list(param.shape)),
-            found=str(list(tensor.shape)),
-            next="config.json and weights belong to different releases, or the family misreads a key",
-        )
-    if tensor.dtype not in FLOATS:
-        return fatal(
-            "unsupported-format",
-            f"{tensor.name} is stored as {tensor.dtype}, which is not read yet",
-            file=tensor.file,
-            tensors=(tensor.name,),
-            expected=", ".join(sorted(FLOATS)),
-            found=tensor.dtype,
-            next="use an unquantized copy of the checkpoint",
-        )
-    return None
-
-
-def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names grouped by what is left when numbers are taken out."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)].append(name)
-    return dict(groups)
-
-
-def pattern_range(pattern: str, names: list[str]) -> str:
-    """The pattern with the range of numbers that occur: `layers.{0..39}.mlp.gate.weight`."""
-    numbers = [tuple(int(part) for part in re.findall(r"(?<=\.)\d+(?=\.|$)", name)) for name in names]
-    shown = pattern
-    for column in zip(*numbers, strict=True):
-        low, high = min(column), max(column)
-        shown = shown.replace(".*", f".{low}" if low == high else f".{{{low}..{high}}}", 1)
-    return shown

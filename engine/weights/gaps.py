@@ -1,0 +1,226 @@
+"""What an account of tensors and parameters lacks, in words: one finding a pattern of names, however many there are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.model.spec import Param
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.source import Source
+
+FLOATS = frozenset(("F32", "BF16", "F16", "F64"))
+Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", "_zero_point", "_zeros", "_g_idx")
+_MOST_RUNS = 4  # of numbers that are spelt out in a pattern
+
+
+def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names grouped by what is left when numbers are taken out."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[_NUMBER.sub("*", name)].append(name)
+    return dict(groups)
+
+
+def pattern_range(pattern: str, names: Iterable[str]) -> str:
+    """The pattern with the numbers that occur: `layers.{0..39}.mlp.gate.weight`, `layers.{0..2,7}.norm.weight`."""
+    numbers = [tuple(int(part) for part in _NUMBER.findall(name)) for name in names]
+    shown = pattern
+    for column in zip(*numbers, strict=True):
+        shown = shown.replace(".*", f".{_runs(sorted(set(column)))}", 1)
+    return shown
+
+
+def _runs(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if len(runs) > _MOST_RUNS:
+        return f"{{{len(numbers)} of {numbers[0]}..{numbers[-1]}}}"
+    return "{" + ",".join(str(low) if low == high else f"{low}..{high}" for low, high in runs) + "}"
+
+
+def shape_problem(tensor: TensorInfo, param: Param, source: Source) -> Problem | None:
+    """Whether a region of a tensor can be a parameter: it lies inside, and has the parameter's extents."""
+    sizes = [-(-(stop - start) // step) for start, stop, step in source.region]
+    inside = all(stop <= size for (_, stop, _), size in zip(source.region, tensor.shape, strict=True))
+    lead = len(sizes) - len(param.shape)
+    own = sizes[max(lead, 0) :]
+    if source.transpose:
+        own[-2:] = own[:-3:-1]
+    if not inside or any(size != 1 for size in sizes[: max(lead, 0)]) or tuple(own) != param.shape:
+        return ("shape-mismatch", _NUMBER.sub("*", param.name), str(list(param.shape)), str(list(tensor.shape)))
+    return None
+
+
+def left_over(tensor: TensorInfo, filled: list[str], elements: int) -> Problem:
+    """A tensor of several parameters of which a part goes nowhere."""
+    pattern = _NUMBER.sub("*", filled[0])
+    return ("shape-mismatch", pattern, f"{elements:,} elements in {len(filled)} parameters", f"{list(tensor.shape)}")
+
+
+def wrong(problem: Problem, where: list[tuple[str, str]], tensors: Mapping[str, TensorInfo]) -> Finding:
+    """One finding for all (tensor, parameter) with the same problem."""
+    code, pattern, expected, found = problem
+    names = [tensor for tensor, _ in where]
+    shown = "; ".join(pattern_range(p, group) for p, group in list(by_pattern(names).items())[:4])
+    if code == "unsupported-format":
+        message = f"{len(names):,} tensors are stored as {found}, which is not read yet: {shown}"
+        way = "use an unquantized copy of the checkpoint"
+    else:
+        has = "holds more than is taken by" if expected.endswith("parameters") else "does not have the shape of"
+        message = f"{shown} {has} {pattern_range(pattern, (param for _, param in where))}"
+        way = "config.json and weights belong to different releases, or the family misreads a key"
+    return fatal(
+        code,
+        message,
+        file=tensors[names[0]].file,
+        tensors=tuple(dict.fromkeys(names)),
+        expected=expected,
+        found=found,
+        next=way,
+    )
+
+
+def twice_findings(
+    twice: Iterable[tuple[str, str]], sources: Mapping[str, Source], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """Parameters that two tensors fill: (parameter, the second tensor)."""
+    second = dict(twice)
+    for pattern, names in by_pattern(second).items():
+        one, other = sources[names[0]].tensor, second[names[0]]
+        yield fatal(
+            "duplicate-tensor",
+            f"{pattern_range(pattern, names)}: {len(names):,} parameters have two sources, {one} and {other}"
+            + (", and so on" if len(names) > 1 else ""),
+            file=tensors[other].file,
+            tensors=tuple(dict.fromkeys(tensor for name in names for tensor in (sources[name].tensor, second[name]))),
+            expected="one source",
+            found="two",
+            next="remove the stale copy from the checkpoint; which of them is meant is not guessed",
+        )
+
+
+def split_scales(unconsumed: Iterable[str], tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, str], list[str]]:
+    """Scales by the name of the tensor they belong to, and all other tensors nobody consumes."""
+    scales: dict[str, str] = {}
+    others: list[str] = []
+    for name in unconsumed:
+        ending = next((end for end in _SCALES if name.endswith(end)), None)
+        if ending is None:
+            others.append(name)
+            continue
+        base = name.removesuffix(ending)
+        owner = next((n for n in (base, f"{base}.weight", base.replace("input", "weight")) if n in tensors), base)
+        scales[name] = owner
+    return scales, others
+
+
+def scale_findings(
+    scales: Mapping[str, str], consumed: Mapping[str, object], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """Scales whose format is not read yet, scales of nothing, and 8-bit tensors without a scale though others have."""
+    paired = [name for name, owner in scales.items() if owner in consumed]
+    alone = [name for name, owner in scales.items() if owner not in consumed]
+    for pattern, names in by_pattern(paired).items():
+        yield fatal(
+            "unsupported-format",
+            f"{pattern_range(pattern, names)}: {len(names):,} scales of quantized tensors, which are not read yet",
+            file=tensors[names[0]].file,
+            tensors=tuple(names),
+            expected=", ".join(sorted(FLOATS)),
+            found=f"quantized tensors with scales in {tensors[names[0]].dtype}",
+            next="use an unquantized copy of the checkpoint",
+        )
+    for pattern, names in by_pattern(alone).items():
+        yield fatal(
+            "unpaired-scale",
+            f"{pattern_range(pattern, names)}: {len(names):,} scales without the tensors they belong to",
+            file=tensors[names[0]].file,
+            tensors=tuple(names),
+            expected=f"a tensor {scales[names[0]]}",
+            found="the scale alone",
+            next="fetch the shard that holds the tensor, or the index that lists it",
+        )
+    owners = set(scales.values())
+    bare = (
+        [name for name in consumed if tensors[name].dtype.startswith("F8_E") and name not in owners] if paired else []
+    )
+    for pattern, names in by_pattern(bare).items():
+        yield fatal(
+            "unpaired-scale",
+            f"{pattern_range(pattern, names)}: {len(names):,} quantized tensors without a scale",
+            file=tensors[names[0]].file,
+            tensors=tuple(names),
+            expected="a scale for each, as other tensors have",
+            found="none",
+            next="fetch the shard that holds the scale; a scale of one is never put in its place",
+        )
+
+
+def missing_findings(
+    missing: Iterable[str],
+    params: Mapping[str, Param],
+    unconsumed: list[str],
+    tensors: Mapping[str, TensorInfo],
+    tied_head: bool,
+) -> Iterator[Finding]:
+    """Parameters without a tensor, with how many of the same pattern have one, and where they might be."""
+    everything, candidates = by_pattern(params), by_pattern(unconsumed)
+    for pattern, names in by_pattern(missing).items():
+        total = len(everything[pattern])
+        way = "find the tensors under another name and add a weight rule; values are never made up"
+        if near := _nearest(pattern, names, params, candidates, tensors):
+            way = f"perhaps {near}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
+        elif names == ["head.weight"] and not tied_head and "embed.weight" not in missing:
+            way = "fetch the shard with the output head; if the release ties it, tie_word_embeddings must say so"
+        yield fatal(
+            "missing-tensor",
+            f"{pattern_range(pattern, names)}: {total - len(names):,} of {total:,} parameters filled",
+            tensors=tuple(names),
+            expected=f"{total:,} filled",
+            found=f"{total - len(names):,} filled",
+            next=way,
+        )
+
+
+def _nearest(
+    pattern: str,
+    names: list[str],
+    params: Mapping[str, Param],
+    candidates: Mapping[str, list[str]],
+    tensors: Mapping[str, TensorInfo],
+) -> str | None:
+    """The unconsumed tensors that are as many and of the same shape, the most alike by name."""
+    fitting = [
+        other
+        for other, found in candidates.items()
+        if len(found) == len(names) and tensors[found[0]].shape == params[names[0]].shape
+    ]
+    if not fitting:
+        return None
+    best = max(fitting, key=lambda other: difflib.SequenceMatcher(None, pattern, other).ratio())
+    return pattern_range(best, candidates[best])
+
+
+def unconsumed_findings(unconsumed: Iterable[str]) -> Iterator[Finding]:
+    """Tensors that no parameter takes."""
+    for pattern, names in by_pattern(unconsumed).items():
+        yield fatal(
+            "unconsumed-tensor",
+            f"{pattern_range(pattern, names)}: {len(names):,} tensors that no parameter consumes",
+            tensors=tuple(names),
+            expected="a weight rule, or a rule that leaves it out with a reason",
+            found="no rule",
+            next="add the rule to the family file: dropping weights in silence is not offered",
+        )
