@@ -58,7 +58,7 @@ class ProgressView:
         if event.total and event.done >= event.total:
             bar.bar_style = "success"
         _, rate, left = pace_words(pace)
-        amount = words.quantity(event.total or event.done, event.unit)
+        amount = _amount(event)
         text.value = escape("   ".join(part for part in (amount, rate, left, event.detail) if part))
 
     def twin(self) -> str:
@@ -67,7 +67,7 @@ class ProgressView:
         for (rung, phase), pace in self._paces.items():
             last = pace.last
             share = min(1.0, last.done / last.total) if last.total else 1.0
-            amount = words.quantity(last.total or last.done, last.unit)
+            amount = _amount(last)
             rate = words.quantity(pace.rate, f"{last.unit}/s") if pace.rate and last.unit else ""
             took = words.seconds(last.time_s - pace.first.time_s)
             said = escape("   ".join(part for part in (amount, rate, took, last.detail) if part))
@@ -140,6 +140,11 @@ class AskBox:
     def _update(self) -> None:
         if self._handle is not None:
             self._handle.update(HTML(self.twin()))
+
+
+def _amount(event: ProgressEvent) -> str:
+    """How much in words; nothing for a phase that only begins and ends."""
+    return words.quantity(event.total or event.done, event.unit) if event.total or event.done else ""
 
 
 def _entry(entry: dict[str, Any]) -> str:

@@ -11,17 +11,20 @@ from firstlight.workbench.render.terminal import finding_fields
 from firstlight.workbench.report import Report
 
 MOST_ROWS = 200
+FOLDED_FROM = 16
 
 # Colours hold against white and against black; everything else follows the page.
 STYLE = """
 .firstlight{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;max-width:72rem}
 .firstlight h4{font-size:15px;margin:.4rem 0 .6rem;font-weight:600}
 .firstlight h5{font-size:12px;margin:.9rem 0 .25rem;font-weight:600;opacity:.7;text-transform:none}
-.firstlight table{border-collapse:collapse;margin:0;background:none}
+.firstlight table{border-collapse:collapse;margin:0!important;background:none}
+.firstlight tr,.firstlight tr:nth-child(n){background:none!important}
+.firstlight summary{cursor:pointer;opacity:.8}
 .firstlight th,.firstlight td{padding:.18rem .9rem .18rem 0;border:0;border-bottom:1px solid rgba(127,127,127,.22);
-text-align:left;vertical-align:top;background:none;color:inherit;white-space:normal;max-width:36rem}
+text-align:left!important;vertical-align:top!important;background:none;color:inherit;white-space:normal;max-width:36rem}
 .firstlight th{font-weight:500;opacity:.7}
-.firstlight td.n,.firstlight th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.firstlight td.n,.firstlight th.n{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
 .firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
 .firstlight .passed{color:#2a8a4a}.firstlight .failed,.firstlight .refused,.firstlight .fatal{color:#d1383d}
 .firstlight .warning{color:#b27a00}.firstlight .skipped,.firstlight .note{color:inherit;opacity:.65}
@@ -46,13 +49,19 @@ def _parts(report: Report) -> Iterator[str]:
         yield _section("figures", _metrics(report))
     for name, rows in report.tables.items():
         if rows:
-            yield _section(name.replace("_", " "), table_html(rows))
+            yield _section(name.replace("_", " "), _folded(rows))
     if report.findings:
         yield _section("findings", _findings(report))
 
 
 def _section(title: str, body: str) -> str:
     return f'<h5>{escape(title)}</h5><div class="scroll">{body}</div>'
+
+
+def _folded(rows: list[dict[str, Any]]) -> str:
+    """A long table is folded, so that what was checked stays in sight; it opens without scripts."""
+    body = table_html(rows)
+    return body if len(rows) <= FOLDED_FROM else f"<details><summary>{len(rows):,} rows</summary>{body}</details>"
 
 
 def _rows(rows: Iterable[Iterable[str]]) -> str:

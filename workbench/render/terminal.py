@@ -24,6 +24,7 @@ STYLES = {
 }
 MOST_ROWS = 24
 NARROW_TEXT = 24
+LONG_VALUE = 24
 GAP = 2
 LEFT_TO_THE_FILE = ("hashes",)  # tables that nobody reads in a terminal
 INDENT = (0, 0, 0, 2)
@@ -40,7 +41,7 @@ def report_text(report: Report, width: int = 100) -> str:
     from rich.console import Console
 
     stream = io.StringIO()
-    print_report(report, Console(file=stream, width=width, color_system=None, force_terminal=False))
+    print_report(report, Console(file=stream, width=width, color_system=None, force_terminal=False, force_jupyter=False))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
@@ -94,14 +95,21 @@ def _grid(*columns: dict[str, Any]) -> Any:
 
 
 def _checks(checks: Sequence[Check]) -> RenderableType:
+    """Status, name, value and limit in columns; the detail under the name, and a value that is a long text with it."""
     from rich.text import Text
 
-    grid = _grid({"no_wrap": True}, {}, {"justify": "right"}, {})
+    grid = _grid({"no_wrap": True}, {"overflow": "fold"}, {"justify": "right"}, {})
     for check in checks:
         value = words.quantity(check.value, check.unit) if check.value is not None else ""
         limit = f"limit {words.quantity(check.limit, check.unit)}" if check.limit is not None else ""
-        said = "; ".join(filter(None, (limit, check.detail)))
-        grid.add_row(Text(check.status, STYLES[check.status]), Text(check.name), Text(value), Text(said, "dim"))
+        details = [check.detail] if check.detail else []
+        if len(value) > LONG_VALUE:
+            details.insert(0, value)
+            value = ""
+        name = Text(check.name)
+        for detail in details:
+            name.append(f"\n{detail}", "dim")
+        grid.add_row(Text(check.status, STYLES[check.status]), name, Text(value), Text(limit, "dim"))
     return grid
 
 
