@@ -41,7 +41,8 @@ def report_text(report: Report, width: int = 100) -> str:
     from rich.console import Console
 
     stream = io.StringIO()
-    print_report(report, Console(file=stream, width=width, color_system=None, force_terminal=False, force_jupyter=False))
+    plain = Console(file=stream, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    print_report(report, plain)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
