@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -113,38 +113,34 @@ def _culprit(case: Case, index: int, engine: EngineLike, options: EngineOptions)
     """An operator whose reference implementation heals the layer, or the mesh when one rank alone is right."""
     if index not in case.golden.hidden or engine.info().load_bytes > LARGEST_RERUN_BYTES:
         return None
-    for words, changed in _alternatives(engine, options):
-        with open_engine(changed) as other:
-            if _heals(case, index, other):
-                return words
-    return None
-
-
-def _alternatives(engine: EngineLike, options: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
     alone = msgspec.structs.replace(options, mesh=Mesh())
     if options.mesh.world_size > 1:
-        yield f"one rank alone is right: the division over {options.mesh.describe()} is at fault", alone
-        return
-    everything = {op: "reference" for op, _, chosen, _ in engine.info().operators if chosen}
-    if all(name == "reference" for _, name, chosen, _ in engine.info().operators if chosen):
-        return
-    for operator, name, chosen, _ in engine.info().operators:
-        if chosen and name != "reference":
-            words = f"operator {operator} is at fault: its implementation {name} differs from the reference one"
-            yield words, msgspec.structs.replace(alone, operators={**options.operators, operator: "reference"})
-    together = "with the reference implementations of all operators it is right"
-    yield together, msgspec.structs.replace(alone, operators=everything)
+        healed = _heals(case, index, alone)
+        return f"one rank alone is right: the division over {options.mesh.describe()} is at fault" if healed else None
+    fast = [(op, name) for op, name, chosen, _ in engine.info().operators if chosen and name != "reference"]
+    if not fast or not _heals(case, index, _by_reference(alone, [op for op, _ in fast])):
+        return None
+    for operator, name in fast:
+        if _heals(case, index, _by_reference(alone, [operator])):
+            return f"operator {operator} is at fault: its implementation {name} differs from the reference one"
+    return "with the reference implementations of all operators it is right"
 
 
-def _heals(case: Case, index: int, engine: EngineLike) -> bool:
+def _by_reference(options: EngineOptions, operators: Sequence[str]) -> EngineOptions:
+    return msgspec.structs.replace(options, operators={**options.operators, **dict.fromkeys(operators, "reference")})
+
+
+def _heals(case: Case, index: int, options: EngineOptions) -> bool:
+    """Whether the layer is right in an engine that is started with other options."""
     golden, name = case.golden, f"hidden.{index + 1}"
-    ours = engine.trace(
-        golden.input_ids,
-        golden.mask.astype(np.int64),
-        golden.pictures,
-        layers=(index, index + 1),
-        inputs={f"hidden.{index}": golden.hidden[index]},
-    )
+    with open_engine(options) as engine:
+        ours = engine.trace(
+            golden.input_ids,
+            golden.mask.astype(np.int64),
+            golden.pictures,
+            layers=(index, index + 1),
+            inputs={f"hidden.{index}": golden.hidden[index]},
+        )
     found = deviation(ours[name][golden.mask], golden.outputs[name][golden.mask])
     return found.passes(case.limit_for(name, True))
 

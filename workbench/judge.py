@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.serving.api import EngineLike
 from firstlight.workbench.compare import (
@@ -90,7 +91,7 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     steps = case.steps if case.decodes else 0
     say("free running", 0, 1, "passes")
     mask = golden.mask.astype(np.int64)
-    free = engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, steps=steps)
+    free, trouble = _free(engine, case, mask, steps)
     verdict.traced = free
     forced: Arrays = {}
     given = {f"hidden.{i}": value for i, value in golden.hidden.items()}
@@ -100,9 +101,11 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     _hidden(draft, case, free, forced, verdict)
     if "image_features" in golden.outputs and (case.layers is None or case.layers[0] == 0):
         _image_features(draft, case, free, verdict)
-    if "logits" in golden.outputs and _has_logits(case, free, verdict, draft):
+    if "logits" in golden.outputs and _has_logits(draft, case, free):
         _logits(draft, case, free["logits"], forced.get("logits"), verdict)
-    if steps:
+    if trouble:
+        draft.check(f"{case.prefix}generated", False, detail=trouble)
+    elif steps:
         say("generated", 0, steps, "tokens")
         _generated(draft, case, engine, free["generated"])
     elif case.steps:
@@ -112,6 +115,19 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     _layer_table(draft, case, verdict)
     verdict.passed = all(check.status != "failed" for check in draft.checks[before:])
     return verdict
+
+
+def _free(engine: EngineLike, case: Case, mask: NDArray[np.int64], steps: int) -> tuple[Arrays, str]:
+    """A free run with `steps` generated tokens; without them, and the reason, where generating fails."""
+    golden = case.golden
+    try:
+        return engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, steps=steps), ""
+    except Refused:
+        raise
+    except FirstlightError as error:
+        if not steps:
+            raise
+        return engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers), str(error)
 
 
 def _hidden(draft: Draft, case: Case, free: Arrays, forced: Arrays, verdict: Verdict) -> None:
@@ -181,12 +197,13 @@ def _image_features(draft: Draft, case: Case, free: Arrays, verdict: Verdict) ->
     verdict.others["image_features"] = found
 
 
-def _has_logits(case: Case, free: Arrays, verdict: Verdict, draft: Draft) -> bool:
-    if "logits" in free:
-        return True
-    if case.layers is None:
+def _has_logits(draft: Draft, case: Case, free: Arrays) -> bool:
+    """Whether there are logits to compare: the last layer is asked for, and the engine shows them."""
+    if case.layers is not None and case.layers[1] != case.spec.num_layers:
+        return False
+    if "logits" not in free:
         _compare(draft, case, "logits", "logits", None, case.golden.outputs["logits"])
-    return False
+    return "logits" in free
 
 
 def _logits(draft: Draft, case: Case, ours: NDArray[Any], forced: NDArray[Any] | None, verdict: Verdict) -> None:

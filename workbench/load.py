@@ -108,7 +108,7 @@ def _rank_row(mesh: Mesh, pieces: RankPieces, weights: Weights) -> dict[str, Any
         "read_bytes": weights.bytes_read,
         "read_s": weights.read_s,
         "reserved_bytes": weights.pool.reserved_bytes,
-        "reserve_s": weights.pool.fault_s,
+        "reserve_s": weights.pool.reserve_s,
         "huge_page_bytes": weights.pool.huge_page_bytes,
         "huge_page_reason": weights.pool.huge_page_reason,
     }

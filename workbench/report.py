@@ -229,7 +229,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, msgspec.Struct):
-        value = msgspec.to_builtins(value, builtin_types=(float,))
+        value = _fields(value)
     if isinstance(value, Mapping):
         plain = {str(key): finite(item) for key, item in value.items()}
         lost = [
@@ -245,6 +245,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value
+
+
+def _fields(value: msgspec.Struct) -> dict[str, Any]:
+    """A struct as a dict of what its fields hold, as msgspec would encode it; what they hold may be of any type."""
+    plain = {field.encode_name: getattr(value, field.name) for field in msgspec.structs.fields(type(value))}
+    if value.__struct_config__.omit_defaults:
+        defaults = {field.encode_name: field.default for field in msgspec.structs.fields(type(value))}
+        plain = {name: item for name, item in plain.items() if item != defaults[name]}
+    return plain
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> Path:

@@ -57,6 +57,7 @@ def verify(
     options = _defaults(options)
     dtype = options.dtype if engine is None else engine.info().dtype
     draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {dtype}")
+    draft.find((*checkpoint.findings, *spec.findings))
     within = limit_of(dtype) if limit is None else limit
     say = progress or Progress("verify")
     oracle: Reference | None = None
@@ -83,6 +84,7 @@ def verify(
     options = _sized(options, cases)
     draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
     with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
+        draft.find(running.info().findings)
         verdicts = [judge(draft, running, case, say) for case in cases]
         for case, verdict in zip(cases, verdicts, strict=True):
             if not verdict.passed:

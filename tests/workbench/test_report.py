@@ -1,0 +1,230 @@
+"""A report keeps its promises: no NaN literals, numbers with units, everything escaped, nothing wider than the screen."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.findings import fatal, note, warning
+from firstlight.workbench.faults import report_of
+from firstlight.workbench.render.html import report_html
+from firstlight.workbench.render.terminal import report_text
+from firstlight.workbench.render.words import cell, heading, in_bytes, quantity, seconds
+from firstlight.workbench.report import Draft, Metric, Report, finite, refusal, write_atomically
+
+
+def full_report() -> Report:
+    draft = Draft("scan", "a <model> & more")
+    draft.check("all is well", True, value=3, limit=4, unit="tensors")
+    draft.check("a long question that goes on and on until the line is full", False, value="x" * 90, detail="y " * 60)
+    draft.check("left out", None, detail="not asked")
+    draft.metric("parameters", 1_026_408_232_448, "parameters")
+    draft.metric("rate", None, "B/s", "nothing was read")
+    draft.table("ranks", [{"rank": i, **{f"role{j}_bytes": 10**9 + j for j in range(14)}} for i in range(40)])
+    draft.table("odd", [{"a": 1, "b": None}, {"c": "<script>"}])
+    draft.find(
+        warning("stale-index", "the index is stale", file="index.json", expected="new", found="old", next="mend")
+    )
+    draft.find(fatal("missing-shard", "a shard is missing", tensors=tuple(f"t.{i}" for i in range(9))))
+    return draft.close()
+
+
+def test_status_follows_from_checks_and_findings() -> None:
+    draft = Draft("scan", "m")
+    draft.check("fine", True)
+    draft.check("skipped", None)
+    draft.find([note("tied-head", "tied"), warning("stale-index", "stale")])
+    assert draft.close().status == "passed"
+    draft.find(fatal("missing-shard", "gone"))
+    assert draft.close().status == "failed"
+    assert [f.severity for f in draft.close().findings] == ["fatal", "warning", "note"]
+    draft = Draft("scan", "m")
+    draft.check("not fine", False)
+    assert draft.close().status == "failed"
+    assert draft.close("refused").exit_status == 2
+
+
+def test_json_has_the_fields_of_the_contract_and_reads_back() -> None:
+    report = full_report()
+    plain = json.loads(report.to_json())
+    assert set(plain) >= {
+        "title",
+        "verb",
+        "status",
+        "checks",
+        "findings",
+        "metrics",
+        "tables",
+        "environment",
+        "started",
+    }
+    assert set(plain["checks"][0]) == {"name", "status", "value", "limit", "unit", "detail"}
+    assert set(plain["findings"][0]) == {"code", "severity", "message", "file", "tensors", "expected", "found", "next"}
+    assert plain["metrics"]["parameters"] == {"value": 1_026_408_232_448, "unit": "parameters"}
+    assert plain["duration_s"] >= 0
+    assert {"versions", "cpu", "commit"} <= set(plain["environment"])
+
+
+def test_report_survives_its_file(tmp_path: Path) -> None:
+    report = full_report()
+    assert Report.read(report.write(tmp_path / "r.json")) == report
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("[1]")
+    with pytest.raises(Refused, match="not a report"):
+        Report.read(tmp_path / "r.json")
+
+
+def test_nan_and_infinity_become_null_and_are_said() -> None:
+    draft = Draft("verify", "m")
+    draft.check("close", False, value=float("nan"), limit=1e-3, unit="of scale", detail="layer 3")
+    draft.metric("kl", float("inf"), "nat")
+    draft.table("layers", [{"error": float("-inf"), "other": np.float32("nan")}])
+    text = draft.close().to_json().decode()
+    plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"literal {name}"))
+    assert plain["checks"][0]["value"] is None
+    assert plain["checks"][0]["detail"] == "layer 3; value is nan"
+    assert plain["metrics"]["kl"] == {"value": None, "unit": "nat", "detail": "value is inf"}
+    assert plain["tables"]["layers"] == [{"error": None, "other": None}]
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+@given(values)
+def test_finite_data_is_json_whatever_it_was(value: object) -> None:
+    json.loads(json.dumps(finite(value)), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_number_without_a_unit_is_our_mistake() -> None:
+    with pytest.raises(AssertionError):
+        Metric(value=3, unit="")
+    Metric(value="a name", unit="")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_terminal_text_keeps_within_the_width(width: int) -> None:
+    lines = report_text(full_report(), width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "…" not in text, "numbers and words are wrapped, never cut"
+    assert lines[-1].startswith("failed  scan  a <model> & more  2 of 3 checks")
+    assert "and 16 more rows in the JSON report" in text
+    assert "t.0, t.1, t.2, t.3 and 5 more" in " ".join(text.split())
+
+
+def test_wide_tables_go_on_below_with_their_first_column() -> None:
+    text = report_text(full_report(), 80)
+    heads = [line.split() for line in text.splitlines() if line.strip().startswith("rank")]
+    shown = [word for head in heads for word in head if word.startswith("role")]
+    assert shown == [f"role{j}" for j in range(14)]
+    assert len(heads) > 2
+
+
+class Outline(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_escaped_and_closed() -> None:
+    html = report_html(full_report())
+    outline = Outline()
+    outline.feed(html)
+    assert not outline.open
+    assert "script" not in outline.seen
+    assert "&lt;script&gt;" in html
+    assert "a &lt;model&gt; &amp; more" in html
+    assert full_report()._repr_html_().startswith('<div class="firstlight">')
+
+
+def test_html_names_no_colour_that_one_theme_hides() -> None:
+    """Text takes the page's colour; what has one of its own must stand out on white and on black."""
+    for colour in re.findall(r"color:(#[0-9a-f]{6})", report_html(full_report())):
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        assert 1.05 / (luminance + 0.05) >= 3, f"{colour} on white"
+        assert (luminance + 0.05) / 0.05 >= 3, f"{colour} on black"
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (None, "B", "none"),
+        (True, "", "yes"),
+        (0, "B", "0 B"),
+        (1536, "B", "1.50 KiB"),
+        (151_397_597_184, "B", "141.0 GiB"),
+        (1, "shards", "1 shard"),
+        (2, "shards", "2 shards"),
+        (1, "s", "1 s"),
+        (0.00123456, "of scale", "0.001235 of scale"),
+        (123456.7, "tokens/s", "123,457 tokens/s"),
+    ],
+)
+def test_quantities_read_well(value: object, unit: str, words: str) -> None:
+    assert quantity(value, unit) == words
+
+
+def test_columns_say_their_unit() -> None:
+    assert heading("weight_bytes") == "weight"
+    assert heading("step_ms") == "step (ms)"
+    assert heading("tokens_per_s") == "tokens per s"
+    assert cell("weight_bytes", 2048) == "2.00 KiB"
+    assert cell("ids", [1, 2]) == "1, 2"
+    assert in_bytes(1023) == "1,023 B"
+    assert (seconds(0.0123), seconds(12.34), seconds(200), seconds(7500)) == (
+        "0.012 s",
+        "12.3 s",
+        "3 min 20 s",
+        "2 h 05 min",
+    )
+
+
+def test_errors_become_reports() -> None:
+    refused = report_of("load", "m", Refused(fatal("missing-shard", "gone")))
+    assert (refused.status, refused.exit_status) == ("refused", 2)
+    assert refused == refused and refusal("load", "m", Refused(fatal("missing-shard", "gone"))).status == "refused"
+    lost = report_of("start", "m", RankFailure(1, "load", "was killed"))
+    assert lost.status == "failed"
+    assert "rank 1" in lost.findings[0].message
+    system = report_of("load", "m", FileNotFoundError(2, "No such file or directory", "x.bin"))
+    assert (system.status, system.findings[0].file) == ("refused", "x.bin")
+
+
+def test_a_fault_of_ours_leaves_its_traceback_in_a_file() -> None:
+    try:
+        raise ZeroDivisionError("division by zero")
+    except ZeroDivisionError as error:
+        report = report_of("scan", "m", error)
+    assert report.status == "failed"
+    assert report.findings[0].code == "internal-fault"
+    file = report.findings[0].file
+    assert file is not None
+    assert "raise ZeroDivisionError" in Path(file).read_text()
+    Path(file).unlink()
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="cannot be written"):
+        write_atomically(tmp_path / "absent" / "r.json", b"x")
+    assert write_atomically(tmp_path / "r.json", b"x").read_bytes() == b"x"
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]

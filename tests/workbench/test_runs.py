@@ -1,0 +1,79 @@
+"""A run directory is appended to, found again, and holds rungs to their order."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.runs import Run
+
+
+def report(verb: str, passed: bool = True) -> Report:
+    draft = Draft(verb, "m")
+    draft.check("it", passed)
+    return draft.close()
+
+
+def test_a_new_run_has_a_name_of_time_and_model(tmp_path: Path) -> None:
+    one, other = (Run.create("org/a model", "/x", tmp_path) for _ in range(2))
+    assert one.directory != other.directory
+    assert one.directory.name.split("-", 1)[1].startswith("org-a-model")
+    assert {p.name for p in one.directory.iterdir()} == {"run.json", "reports", "traces", "golden"}
+
+
+def test_reports_are_numbered_and_listed(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "r", "m", "/x")
+    for verb in ("scan", "plan", "scan"):
+        run.add(report(verb))
+    assert [p.name for p in sorted((tmp_path / "r" / "reports").iterdir())] == [
+        "01-scan.json",
+        "02-plan.json",
+        "03-scan.json",
+    ]
+    again = Run.at(tmp_path / "r")
+    assert again.record == run.record
+    assert [r.verb for r in again.reports()] == ["scan", "plan", "scan"]
+    listed = json.loads((tmp_path / "r" / "run.json").read_text())["rungs"]
+    assert listed[2]["number"] == 3
+    assert listed[2]["status"] == "passed"
+
+
+def test_a_rung_does_not_stand_on_one_that_failed(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "r")
+    assert run.require("start") is False, "what was never run does not forbid"
+    run.add(report("scan", passed=False))
+    assert run.require("scan") is False
+    for verb in ("load", "infer", "generate", "serve", "export"):
+        with pytest.raises(Refused) as caught:
+            run.require(verb)
+        finding = caught.value.findings[0]
+        assert finding.code == "earlier-rung-failed"
+        assert finding.found == "scan failed"
+        assert "--force" in str(finding.next)
+    assert run.require("load", force=True) is True
+    assert run.require("doctor") is False, "not on the ladder"
+    run.add(report("scan"))
+    assert run.require("load") is False, "the last report counts"
+
+
+def test_other_directories_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(Refused, match="not a run directory"):
+        Run.at(tmp_path)
+    with pytest.raises(Refused, match="not a run directory"):
+        Run.at(tmp_path / "thesis.txt")
+    with pytest.raises(Refused, match="holds no run"):
+        Run.attach(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(Refused, match="holds no run"):
+        Run.attach(tmp_path)
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "r")
+    assert run.events.flush()
+    run.close()
+    run.close()
+    assert (tmp_path / "r" / "events.sqlite").exists()
