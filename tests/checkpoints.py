@@ -308,3 +308,15 @@ def inputs(name: str, batch: int = 2, seed: int = 0) -> dict[str, np.ndarray]:
         mask[-1, -case.tokens // 4 :] = 0
         ids[-1, -case.tokens // 4 :] = 0
     return found
+
+
+def write_golden(name: str, home: Path, steps: int = 6) -> Path:
+    """The golden file of a case beside its checkpoint, made by transformers once."""
+    path = home.with_suffix(".golden.safetensors")
+    if not path.exists():
+        from firstlight.workbench.golden import Golden
+        from firstlight.workbench.reference import Reference
+
+        given = inputs(name, batch=1 if TINY[name].tokens > 1000 else 2)
+        Golden.of({**given, **Reference.open(home).run(given, generate=steps)}, name).write(path)
+    return path

@@ -56,3 +56,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return build(name, home)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def golden_file(checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
+    """The golden file of a tiny checkpoint, written once a session by transformers: two rows, one of them padded."""
+
+    def get(name: str) -> Path:
+        from tests.checkpoints import write_golden
+
+        return write_golden(name, checkpoint(name))
+
+    return get

@@ -1,0 +1,255 @@
+"""`verify` passes what is right under any mesh, and says of what is wrong where it is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.kernels import operators
+from firstlight.kernels.registry_types import Implementation
+from firstlight.workbench.bisect import blame
+from firstlight.workbench.engines import open_engine
+from firstlight.workbench.golden import Golden
+from firstlight.workbench.judge import Case, judge
+from firstlight.workbench.reference import Reference
+from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.verify import verify
+from tests.checkpoints import TINY, edit_config
+
+Get = Callable[[str], Path]
+
+
+def check(home: Path, golden: Path, mesh: Mesh | None = None, **more: object) -> Report:
+    return verify(EngineOptions(checkpoint=str(home), mesh=mesh or Mesh()), golden, **more)  # type: ignore[arg-type]
+
+
+def changed(home: Path, into: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a checkpoint of one file with its tensors changed."""
+    shutil.copytree(home, into)
+    tensors = read(into / "model.safetensors")
+    change(tensors)
+    write(into / "model.safetensors", tensors, {"format": "pt"})
+    return into
+
+
+def scale(name: str, factor: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name] * np.float32(factor)  # type: ignore[operator]
+
+    return change
+
+
+def failed(report: Report) -> list[str]:
+    return [one.name for one in report.checks if one.status == "failed"]
+
+
+@pytest.mark.parametrize("name", [n for n in TINY if TINY[n].tokens < 1000])
+def test_a_golden_file_of_the_reference_passes(name: str, checkpoint: Get, golden_file: Get) -> None:
+    report = check(checkpoint(name), golden_file(name))
+    assert report.status == "passed", failed(report)
+    names = {one.name for one in report.checks}
+    layers = len(report.tables["layers"]) - 1
+    assert {f"hidden.{i}" for i in range(layers + 1)} | {f"teacher.{i}" for i in range(1, layers + 1)} <= names
+    assert {"logits", "teacher.logits", "kl", "top1", "top10", "generated"} <= names
+    assert ("image_features" in names) == name.startswith("llava")
+    assert json.loads(report.to_json())["status"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama-tied", Mesh(pp=2)),
+        ("llama-vocab257", Mesh(tp=4)),
+        ("qwen3_moe", Mesh(ep=2, dp=2)),
+        ("deepseek_v3", Mesh(tp=2, ep=2)),
+        ("llava-clip", Mesh(tp=2, pp=2)),
+    ],
+)
+def test_a_golden_file_passes_under_a_mesh(name: str, mesh: Mesh, checkpoint: Get, golden_file: Get) -> None:
+    report = check(checkpoint(name), golden_file(name), mesh)
+    assert report.status == "passed", failed(report)
+    assert mesh.describe() in report.title
+
+
+def test_left_padding_and_a_file_without_hidden_states(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
+    tensors = read(golden_file("mistral"))
+    order = np.argsort(tensors["attention_mask"], axis=1, kind="stable")
+    moved = {n: np.take_along_axis(tensors[n], order, axis=1) for n in ("input_ids", "attention_mask")}
+    moved["logits"] = np.take_along_axis(tensors["logits"], order[:, :, None], axis=1)
+    write(tmp_path / "left.safetensors", moved)
+    report = check(checkpoint("mistral"), tmp_path / "left.safetensors")
+    assert report.status == "passed", failed(report)
+    assert any("located" in finding.message for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layer", "part"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", 1, "mixer (Attention)"),
+        ("model.layers.2.mlp.down_proj.weight", 2, "feed-forward (MLP)"),
+        ("model.layers.0.input_layernorm.weight", 0, "mixer (Attention)"),
+    ],
+)
+def test_a_wrong_weight_is_traced_to_its_block(
+    tensor: str, layer: int, part: str, checkpoint: Get, golden_file: Get, tmp_path: Path
+) -> None:
+    home = changed(checkpoint("llama-tied"), tmp_path / "wrong", scale(tensor, 1.05))
+    report = check(home, golden_file("llama-tied"))
+    assert report.status == "failed"
+    names = failed(report)
+    assert f"teacher.{layer + 1}" in names
+    assert sum(name.startswith("teacher.") for name in names) == 1, "teacher forcing fails at the faulty block alone"
+    (finding,) = [one for one in report.findings if one.code == "wrong-numbers"]
+    assert f"layer {layer}" in finding.message
+    assert [row["verdict"] for row in report.tables["layers"]].count("fault here") == 1
+    # With the reference at hand, the half of the block is named too.
+    spec_case = case_of(checkpoint("llama-tied"), golden_file("llama-tied"))
+    draft = Draft("verify", "half")
+    options = EngineOptions(checkpoint=str(home), dtype="F32", device="cpu", max_context=64)
+    with open_engine(options) as engine:
+        verdict = judge(draft, engine, spec_case)
+        blame(draft, spec_case, verdict, engine, options, Reference.open(checkpoint("llama-tied")))
+    assert any(part in finding.message for finding in draft.findings), draft.findings
+
+
+def case_of(home: Path, golden: Path) -> Case:
+    from firstlight.engine.model.families import FAMILIES
+
+    spec, _ = FAMILIES.describe(Checkpoint.open(home).config)
+    return Case(golden=Golden.read(golden), spec=spec, limit=1e-3)
+
+
+def test_a_wrong_operator_is_named(checkpoint: Get, golden_file: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Implementation(
+        "gated_activation", "broken", "tests.workbench.broken", "gated_activation", operators.anywhere
+    )
+    monkeypatch.setattr(operators, "IMPLEMENTATIONS", (broken, *operators.IMPLEMENTATIONS))
+    report = check(checkpoint("llama-tied"), golden_file("llama-tied"))
+    assert report.status == "failed"
+    (finding,) = [one for one in report.findings if one.code == "wrong-numbers"]
+    assert "operator gated_activation is at fault" in finding.message
+    assert "layer 0" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        ("lm_head.weight", "the output head"),
+        ("model.embed_tokens.weight", "the token embedding"),
+        ("model.norm.weight", "layer 2"),
+    ],
+)
+def test_faults_outside_the_layers(tensor: str, words: str, checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
+    home = changed(checkpoint("llama-vocab257"), tmp_path / "wrong", scale(tensor, 1.02))
+    report = check(home, golden_file("llama-vocab257"))
+    assert report.status == "failed"
+    (finding,) = [one for one in report.findings if one.code == "wrong-numbers"]
+    assert words in finding.message
+
+
+def test_a_fault_of_the_vision_tower(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
+    tensor = "multi_modal_projector.linear_2.bias"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        (name,) = [one for one in tensors if one.endswith(tensor)]
+        scale(name, 1.5)(tensors)
+
+    report = check(changed(checkpoint("llava-siglip"), tmp_path / "w", change), golden_file("llava-siglip"))
+    assert "image_features" in failed(report)
+    (finding,) = [one for one in report.findings if one.code == "wrong-numbers"]
+    assert "vision tower or the projector" in finding.message
+
+
+def test_nan_in_a_weight_is_placed(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
+    def poison(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan  # type: ignore[index]
+
+    report = check(changed(checkpoint("llama-tied"), tmp_path / "nan", poison), golden_file("llama-tied"))
+    (first,) = [one for one in report.checks if one.name == "hidden.2"]
+    assert first.status == "failed"
+    assert "nan at token" in first.detail
+    assert b"NaN" not in report.to_json().replace(b"NaN ", b"")
+    assert any("layer 1" in one.message for one in report.findings if one.code == "wrong-numbers")
+
+
+def test_some_layers_only(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
+    home = changed(checkpoint("llama-tied"), tmp_path / "w", scale("model.layers.2.mlp.down_proj.weight", 1.5))
+    report = check(home, golden_file("llama-tied"), layers=(0, 2))
+    assert report.status == "passed"
+    assert {one.name for one in report.checks} == {"hidden.0", "hidden.1", "hidden.2", "teacher.1", "teacher.2"}
+    assert check(home, golden_file("llama-tied"), layers=(2, 3)).status == "failed"
+    with pytest.raises(Refused, match="no such range"):
+        check(home, golden_file("llama-tied"), layers=(2, 9))
+
+
+def test_transformers_as_the_reference(checkpoint: Get) -> None:
+    report = verify(EngineOptions(checkpoint=str(checkpoint("llava-layers"))), reference="transformers")
+    assert report.status == "passed", failed(report)
+    floor = report.value("random_noise_floor")
+    assert isinstance(floor, float)
+    assert 0 < floor < 1e-4
+    for row in report.tables["random layers"][1:]:
+        assert row["forced_floor"] > 0
+        assert row["limit"] <= 1e-3
+
+
+def test_bfloat16_is_held_against_the_rounding_of_the_reference(checkpoint: Get) -> None:
+    options = EngineOptions(checkpoint=str(checkpoint("qwen3")), dtype="BF16")
+    report = verify(options, reference="transformers")
+    assert report.status == "passed", failed(report)
+    assert 1e-3 < report.value("random_noise_floor") < 0.2  # type: ignore[operator]
+
+
+def test_transformers_may_not_fill_gaps_with_random_numbers(checkpoint: Get, tmp_path: Path) -> None:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    home = changed(checkpoint("llama-vocab257"), tmp_path / "gap", drop)
+    with pytest.raises(Refused) as refused:
+        Reference.open(home)
+    assert refused.value.findings[0].tensors == ("model.layers.1.mlp.up_proj.weight",)
+
+
+@pytest.mark.parametrize(("stated", "status"), [({"rope_theta": 123.0}, "passed"), ({}, "failed")])
+def test_a_wrong_rope_base_shows_at_long_positions_only(
+    stated: dict[str, float], status: str, checkpoint: Get, golden_file: Get, tmp_path: Path
+) -> None:
+    """Both keys and different values: the newer wins and the conflict is shown. The old default in place: it fails."""
+    home = tmp_path / "rope"
+    shutil.copytree(checkpoint("llama-theta"), home)
+    parameters = {"rope_type": "default", "rope_theta": 500000.0 if stated else 10000.0}
+    edit_config(home, rope_parameters=parameters, **stated)
+    report = check(home, golden_file("llama-theta"))
+    assert report.status == status
+    assert any(one.code == "conflicting-flag" for one in report.findings) == bool(stated)
+    if not stated:
+        assert [one.name for one in report.checks if one.name == "hidden.0" and one.status == "passed"]
+
+
+def test_the_command_line_is_fast_and_needs_no_tokenizer(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-X", "importtime", "-m", "firstlight.workbench", "verify", str(checkpoint("llama"))]
+    found = subprocess.run(
+        [*command, "--golden", str(golden_file("llama")), "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert json.loads(out.read_text())["status"] == "passed"
+    assert "transformers" not in {
+        line.rpartition("|")[2].strip().partition(".")[0] for line in found.stderr.splitlines()
+    }
