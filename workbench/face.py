@@ -25,7 +25,7 @@ BAR_WIDTH = 20
 
 @dataclass
 class Face:
-    """Where output goes. `quiet` leaves refusals; with `json_on_stdout` the human's part moves to standard error."""
+    """Where output goes. `quiet` leaves refusals and faults; with `json_on_stdout` the human's part moves to standard error."""
 
     quiet: bool = False
     json_on_stdout: bool = False
@@ -42,6 +42,8 @@ class Face:
             say_refused(report.findings)
             return
         if self.quiet:
+            if report.status == "failed" and not report.checks:  # it broke off before it could check anything
+                say_refused(report.findings, lead="failed")
             return
         from rich.console import Console
 

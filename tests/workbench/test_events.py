@@ -29,7 +29,8 @@ def test_every_kind_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_readers_follow_while_it_is_written(tmp_path: Path) -> None:
-    count, seen, last = 5000, [], 0
+    count, last = 5000, 0
+    seen: list[float] = []
     reader = EventReader(tmp_path / "e.sqlite")
     assert list(reader.progress()) == [], "a file that is not there yet has no events"
     with EventWriter(tmp_path / "e.sqlite") as writer:
@@ -42,8 +43,9 @@ def test_readers_follow_while_it_is_written(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         while len(seen) < 2 * count:
-            for last, event in reader.progress(after=last):
-                seen.append(event.done)
+            rows = list(reader.progress(after=last))
+            seen += [event.done for _, event in rows]
+            last = rows[-1][0] if rows else last
         for thread in threads:
             thread.join()
     assert len(seen) == 2 * count

@@ -1,0 +1,235 @@
+"""The command line: exit statuses, refusals in a sentence, configuration files, and how soon it answers."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from firstlight.workbench import cli
+from firstlight.workbench.arguments import parser_of
+from firstlight.workbench.cli import VERBS, load_command, main
+from firstlight.workbench.report import Report
+
+Get = Callable[[str], Path]
+ROOT = Path(__file__).parents[2]
+FACTS = str(ROOT / "data" / "models" / "llama-3.1-405b.json")
+LIMIT_S = 0.3
+
+
+def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a call in this process."""
+    status = main(words)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), ("--help",), ("help",)):
+        status, out, _ = say(capsys, *words)
+        assert status == 0
+        assert all(re.search(rf"^  {verb} ", out, re.MULTILINE) for verb in VERBS)
+    assert say(capsys, "--version")[1].startswith("firstlight ")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"--json", "--run", "-q", "--config", "--force"} <= set(parser_of(verb, load_command(verb)).flags)
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    assert left.value.code == 0
+    assert f"usage: firstlight {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("scna",), "did you mean scan?"),
+        (("scan",), "the following arguments are required: CKPT"),
+        (("scan", "x", "--depe"), "did you mean --deep"),
+        (("scan", "x", "y"), "'y' is one argument too many"),
+        (("scan", "x", "--json"), "expected one argument"),
+        (("plan", FACTS, "--tp", "0"), "'0' is not a whole number of at least 1"),
+        (("plan", FACTS, "--tp", "two"), "'two' is not a whole number"),
+        (("plan", FACTS, "--cluster", "8H200"), "is not understood"),
+        (("plan", FACTS, "--cluster", "8xH200x"), "names no device"),
+        (("generate", "x", "--prompt", "a", "--dtype", "int3"), "'int3' is not one of auto, bf16, f16, f32"),
+        (("generate", "x"), "there is no prompt"),
+        (("generate", "x", "--prompt", "a", "--image", "no.png"), "the picture no.png is not there"),
+        (("generate", "x", "--prompt", "a", "--temperature", "-1"), "temperature is out of range"),
+        (("generate", "x", "--prompt", "a", "--backend", "nccl", "--device", "cpu"), "does not go with"),
+        (("verify", "x", "--layers", "5"), "'5' is not A:B"),
+        (("serve", "x", "--host", "0.0.0.0"), "without a token"),
+        (("scan", "no/such/dir"), "not a checkpoint directory"),
+        (("scan", "s3://bucket/model"), "not built yet"),
+        (("export", "no/such/run"), "holds no run"),
+        (("stress", "x"), "not built yet"),
+        (("runbook", "n", "x"), "not built yet"),
+        (("dashboard",), "not built yet"),
+        (("preprocess", "x", "--prompt", "a"), "--out is missing"),
+        (("scan", "x", "--config", "no.yaml"), "no.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = say(capsys, *words)
+    assert status == 2
+    assert out == ""
+    assert said in " ".join(err.split())
+    assert err.startswith("refused: ")
+    assert re.search(r"^  code +[a-z-]+$", err, re.MULTILINE)
+    assert "Traceback" not in err
+
+
+def test_a_refusal_is_a_report_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, _ = say(capsys, "scan", str(tmp_path), "--json", str(tmp_path / "r.json"))
+    report = Report.read(tmp_path / "r.json")
+    assert (status, report.status, report.verb) == (2, "refused", "scan")
+    assert report.findings[0].file == "config.json"
+
+
+def test_json_on_standard_output_is_alone_there(checkpoint: Get, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = say(capsys, "scan", str(checkpoint("llama")), "--json", "-")
+    assert (status, json.loads(out)["status"]) == (0, "passed")
+    assert "passed  scan" in err
+    _, out, err = say(capsys, "scan", str(checkpoint("llama")), "--json", "-", "-q")
+    assert json.loads(out)["verb"] == "scan"
+    assert err == ""
+
+
+def test_reports_are_appended_to_a_run(checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home, run = str(checkpoint("llama")), str(tmp_path / "run")
+    assert say(capsys, "scan", home, "--run", run, "-q")[0] == 0
+    assert say(capsys, "plan", home, "--run", run, "-q")[0] == 0
+    assert sorted(file.name for file in (tmp_path / "run" / "reports").iterdir()) == ["01-scan.json", "02-plan.json"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == "llama"
+
+
+def test_a_rung_above_a_failed_one_needs_force(
+    checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, run = str(checkpoint("llama")), str(tmp_path / "run")
+    words = ("plan", home, "--run", run, "--cluster", str(_small_cluster(tmp_path)))
+    assert say(capsys, *words)[0] == 1
+    status, _, err = say(capsys, "load", home, "--run", run)
+    assert status == 2
+    assert "load stands on plan (failed)" in err
+    assert say(capsys, "load", home, "--run", run, "--force", "-q")[0] == 0
+    last = sorted((tmp_path / "run" / "reports").iterdir())[-1]
+    assert (last.name, Report.read(last).forced) == ("03-load.json", True)
+
+
+def _small_cluster(folder: Path) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text("nodes: 1\nper_node: 1\ndevice: {name: tiny, memory_bytes: 1000}\n")
+    return file
+
+
+def test_a_configuration_file_sets_what_flags_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("mesh: {tp: 4, pp: 2}\ncluster: 8xH200\ncontext: 1000\ndtype: bf16\nlimits: {max-batch: 3}\n")
+    with pytest.raises(AssertionError):
+        assert say(capsys, "plan", FACTS, "--config", str(file))[0] == 0  # max-batch is spelt max_batch in a section
+    file.write_text("mesh: {tp: 4, pp: 2}\ncluster: 8xH200\ncontext: 1000\ndtype: bf16\nlimits: {max_batch: 3}\n")
+    status, out, _ = say(capsys, "plan", FACTS, "--config", str(file), "--tp", "2", "--json", "-", "-q")
+    plain = json.loads(out)
+    assert plain["title"] == "llama-3.1-405b on 8xH200-SXM, pp 2 x tp 2"
+    assert "1,000 tokens of context" in plain["checks"][0]["detail"]
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mesh: {tq: 2}", "unknown key mesh: 'tq' in {file}; did you mean tp"),
+        ("temperatur: 1", "unknown key 'temperatur' in {file}; did you mean temperature"),
+        ("mesh: 3", "mesh has a value that cannot be used"),
+        ("mesh: {tp: many}", "tp has a value that cannot be used"),
+        ("mesh: {tp: true}", "tp has a value that cannot be used"),
+        ("objective: speed", "objective has a value that cannot be used"),
+        ("force: perhaps", "force has a value that cannot be used"),
+        ("[1, 2]", "holds no settings"),
+        ("a: b: c", "is not YAML"),
+        ("json: x", "unknown key 'json'"),
+    ],
+)
+def test_configuration_files_are_checked_as_flags_are(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    status, _, err = say(capsys, "plan", FACTS, "--cluster", "8xH200", "--config", str(file))
+    assert status == 2
+    assert "".join(said.format(file=file).split()) in "".join(err.split())
+
+
+def test_one_file_serves_verbs_that_lack_some_of_its_keys(
+    checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("temperature: 0.5\nmesh: {tp: 2}\ndevice_ids: [0, 1]\nstop: [a, b]\n")
+    assert say(capsys, "scan", str(checkpoint("llama")), "--config", str(file), "-q")[0] == 0
+
+
+def _command(act: Callable[[], None]) -> object:
+    def run(arguments: object, session: object) -> None:
+        act()
+
+    return SimpleNamespace(arguments=lambda parser: None, run=run)
+
+
+def test_interrupts_and_faults_have_their_own_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_command", lambda verb: _command(interrupted))
+    assert say(capsys, "scan") == (130, "", "interrupted\n")
+    monkeypatch.setattr(cli, "load_command", lambda verb: _command(lambda: {}["no such key"]))  # type: ignore[index]
+    status, _, err = say(capsys, "scan", "-q")
+    assert status == 1
+    assert "a fault of Firstlight itself: KeyError" in " ".join(err.split())
+    assert "Traceback" not in err
+    Path(re.search(r"(\S*fault-\S+\.txt)", err)[1]).unlink()  # type: ignore[index]
+
+
+def _seconds(words: list[str]) -> float:
+    """The least processor time of a few fresh processes: what the machine does besides does not count."""
+    times = []
+    for _ in range(4):
+        before = os.times()
+        run = subprocess.run([sys.executable, "-m", "firstlight.workbench", *words], capture_output=True, text=True)
+        after = os.times()
+        assert run.returncode == 0, run.stderr
+        times.append(after.children_user - before.children_user + after.children_system - before.children_system)
+    return min(times)
+
+
+def test_help_and_scan_answer_at_once(checkpoint: Get) -> None:
+    assert _seconds(["--help"]) < LIMIT_S
+    assert _seconds(["scan", str(checkpoint("llava-clip"))]) < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["scan", "CKPT"], ["plan", FACTS, "--cluster", "8xH200"], ["serve", "--help"]]
+)
+def test_no_torch_is_loaded_for_what_needs_none(words: list[str], checkpoint: Get) -> None:
+    words = [str(checkpoint("llama")) if word == "CKPT" else word for word in words]
+    code = f"import sys\nfrom firstlight.workbench.cli import main\ntry: main({words!r})\nexcept SystemExit: pass\n"
+    code += "print(*{'torch', 'triton', 'transformers', 'pandas', 'fastapi'} & set(sys.modules), file=sys.stderr)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.strip() == ""
+
+
+def test_a_reader_that_leaves_is_no_error(checkpoint: Get) -> None:
+    command = f"{sys.executable} -m firstlight.workbench scan {checkpoint('llama')} | head -1"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert run.stderr == ""
+    assert run.stdout.startswith("scan  llama")

@@ -1,0 +1,66 @@
+"""Load: what was planned is what is resident, on every rank of every mesh; a gap is refused before the first byte."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.load import load
+from firstlight.workbench.progress import Progress
+
+Get = Callable[[str], Path]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", Mesh()),
+        ("llama", Mesh(tp=4)),
+        ("llama-tied", Mesh(tp=2, pp=2)),
+        ("llava-clip", Mesh(pp=3)),
+        ("qwen3_moe", Mesh(ep=4, tp=2)),
+        ("deepseek_v3", Mesh(ep=2, pp=2, dp=2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.describe().replace(" ", ""),
+)
+def test_resident_is_what_was_planned(name: str, mesh: Mesh, checkpoint: Get) -> None:
+    report = load(checkpoint(name), mesh)
+    assert report.status == "passed", report
+    rows = report.tables["ranks"]
+    assert [row["rank"] for row in rows] == list(range(mesh.world_size))
+    roles = ("vision", "projector", "embedding", "norm", "attention", "mlp", "expert", "router", "head")
+    for row in rows:
+        assert sum(row.get(f"{role}_bytes", 0) for role in roles) == row["planned_bytes"] == row["resident_bytes"]
+        assert row["reserved_bytes"] >= row["resident_bytes"]
+
+
+def test_one_rank_reads_every_byte_once(checkpoint: Get) -> None:
+    home = checkpoint("llama")
+    report = load(home)
+    payload = sum(t.nbytes for t in Checkpoint.open(home).tensors.values())
+    assert report.value("read_bytes") == payload == report.value("largest_rank_bytes")
+    assert load(home, dtype="BF16").value("largest_rank_bytes") == payload // 2
+
+
+def test_progress_ends_at_the_total(checkpoint: Get) -> None:
+    seen: list[ProgressEvent] = []
+    load(checkpoint("llama"), Mesh(tp=2), progress=Progress("load", (seen.append,)))
+    for rank in range(2):
+        last = [event for event in seen if f"rank {rank} of 2" in event.phase][-1]
+        assert last.done == last.total
+        assert last.unit == "B"
+
+
+def test_what_cannot_be_whole_is_refused(checkpoint: Get, tmp_path: Path) -> None:
+    import shutil
+
+    home = Path(shutil.copytree(checkpoint("llama"), tmp_path / "broken"))
+    sorted(home.glob("*.safetensors"))[-1].unlink()
+    with pytest.raises(Refused, match="missing-shard"):
+        load(home)
+    with pytest.raises(Refused, match="3 is not possible"):
+        load(checkpoint("llama"), Mesh(tp=3))
