@@ -63,10 +63,11 @@ class Speed:
 
 def measure(call: Callable[[], object], device: torch.device, repeats: int = 5) -> tuple[float, float]:
     """Time a call: (median seconds, spread). On a GPU the second-level cache is overwritten before each repetition."""
-    for _ in range(3):
+    for _ in range(2):
         call()
     if device.type == "cuda":
-        return _summary([_cuda_seconds(call, device) for _ in range(max(repeats, 11))])
+        once = _cuda_seconds(call, device)
+        return _summary([_cuda_seconds(call, device) for _ in range(repeats if once > 0.05 else 5 * repeats)])
     started = time.perf_counter()
     call()
     count = max(1, int(0.005 / max(time.perf_counter() - started, 1e-7)))

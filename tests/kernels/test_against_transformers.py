@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
+from transformers.masking_utils import sliding_window_overlay
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from firstlight.kernels.attention.meta import AttentionMeta
@@ -27,7 +31,7 @@ def test_llama_norm_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemma_norm_bit_for_bit(dtype: torch.dtype) -> None:
-    theirs = Gemma2RMSNorm(100, eps=1e-6).to(dtype)
+    theirs = modeling_gemma2.Gemma2RMSNorm(100, eps=1e-6).to(dtype)
     theirs.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     x = torch.randn(7, 100, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert torch.equal(OPS.rms_norm(x, theirs.weight.data, 1e-6, 1.0), theirs(x).detach())
@@ -91,3 +95,24 @@ def test_attention_of_a_whole_sequence() -> None:
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(ours, theirs.transpose(0, 1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("kind", ["softcap", "sinks"])
+def test_attention_with_a_window_a_softcap_or_sinks(kind: str, window: int | None) -> None:
+    q, k, v = torch.randn(20, 4, 16), torch.randn(20, 2, 16), torch.randn(20, 2, 16)
+    meta = AttentionMeta.build([20], [20], [[1]], 24)
+    k_cache, v_cache = torch.zeros(2, 2, 24, 16), torch.zeros(2, 2, 24, 16)
+    OPS.write_cache(k, v, k_cache, v_cache, meta)
+    in_window = sliding_window_overlay(window or 1000)
+    seen = torch.tensor([[t >= s and in_window(0, 0, t, s) for s in range(20)] for t in range(20)])
+    mask = torch.zeros(20, 20).masked_fill(~seen, float("-inf"))[None, None]
+    batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    module = SimpleNamespace(num_key_value_groups=2, training=False, sinks=torch.randn(4))
+    if kind == "softcap":
+        theirs, _ = modeling_gemma2.eager_attention_forward(module, *batch, mask, scaling=0.25, softcap=1.5)
+        ours = OPS.attention(q, k_cache, v_cache, meta, 0.25, window, softcap=1.5)
+    else:
+        theirs, _ = modeling_gpt_oss.eager_attention_forward(module, *batch, mask, scaling=0.25)
+        ours = OPS.attention(q, k_cache, v_cache, meta, 0.25, window, sinks_N=module.sinks)
+    torch.testing.assert_close(ours, theirs[0], rtol=0, atol=1e-6)
