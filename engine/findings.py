@@ -47,6 +47,7 @@ CODES: dict[str, str] = {
     "remote-code": "the checkpoint brings code; it was not run",
     # plans
     "indivisible": "a size does not divide by an axis of the mesh",
+    "cut-block": "a shard ends inside a quantization block",
     "does-not-fit": "the plan needs more memory than the devices have",
     "unsupported-axis": "an axis of the mesh that this model or build cannot use",
     "unknown-device": "a device that the hardware facts do not list",

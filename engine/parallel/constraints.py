@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.parallel.placement import Placement
+from firstlight.engine.parallel.placement import Expert, Placement, Vocab
 
 
 def placements(spec: ModelSpec) -> tuple[Placement, ...]:
-    """Every distinct placement of the model's parameters."""
-    return tuple(dict.fromkeys(place for param in spec.parameters() for place in param.placements))
+    """Every distinct placement of the model's parameters; of experts, that of the first."""
+    return tuple(dict.fromkeys(place for kind in census(spec) for place in kind.param.placements))
 
 
 def allowed(
@@ -27,9 +29,19 @@ def allowed(
     mine = [place for place in (placements(spec) if places is None else places) if place.axis == axis]
     if not mine or axis == "sp":
         return (1,)
-    if all(type(place).__name__ == "Vocab" for place in mine):
+    units = [count for place in mine if (count := _units(place)) is not None]
+    if not units:
         return (1,)
-    return tuple(size for size in range(1, limit + 1) if all(place.refusal(size) is None for place in mine))
+    common = math.gcd(*units)
+    sizes = (size for size in range(1, min(common, limit) + 1) if common % size == 0)
+    return tuple(size for size in sizes if all(place.refusal(size) is None for place in mine))
+
+
+def _units(place: Placement) -> int | None:
+    """What a size of the axis must divide; None where any size can be cut for, or units can be held twice."""
+    if isinstance(place, Expert):
+        return place.count
+    return None if isinstance(place, Vocab) or place.replicate else place.units
 
 
 def violations(spec: ModelSpec, mesh: Mesh) -> tuple[Finding, ...]:

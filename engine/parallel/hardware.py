@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 
+_Rate = Annotated[float, msgspec.Meta(gt=0)]
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator; bandwidths in bytes/s, None where no source confirms a figure."""
 
     name: str
-    memory_bytes: int
-    memory_bandwidth_Bps: float | None = None
-    bf16_flops: float | None = None
-    link_Bps: float | None = None
-    nic_Bps: float | None = None
+    memory_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    memory_bandwidth_Bps: _Rate | None = None
+    bf16_flops: _Rate | None = None
+    link_Bps: _Rate | None = None
+    nic_Bps: _Rate | None = None
     per_node: int = 8
 
 
@@ -68,36 +71,43 @@ def _device(name: str, row: dict[str, Any]) -> Device:
 def find_device(name: str) -> Device:
     """The device of that name, or of the only name that starts so (`H200` is `H200-SXM`); case does not matter."""
     known = devices()
-    wanted = name.lower()
-    exact = [key for key in known if key.lower() == wanted]
-    found = exact or [key for key in known if key.lower().startswith(wanted)]
+    wanted = name.strip().lower()
+    exact = [key for key in known if key.lower() == wanted] or [
+        key for key in known if key.lower().startswith(f"{wanted}-")
+    ]
+    found = exact or [key for key in known if wanted and key.lower().startswith(wanted)]
     if len(found) == 1:
         return known[found[0]]
+    names = {key.lower(): key for key in known} | {key.lower().split("-")[0]: key for key in known}
+    near = dict.fromkeys(names[key] for key in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5))
     raise Refused(
         fatal(
             "unknown-device",
-            f"{name!r} names {'no device' if not found else 'several devices'} of data/hardware.json",
+            f"{name!r} names {'several devices' if found else 'no device'} of data/hardware.json",
             expected=", ".join(found or known),
             found=name,
-            next="use one of these names, or describe the cluster in a YAML file",
+            next=(f"nearest names: {', '.join(near)}; " if near and not found else "")
+            + "use one of these names, or describe the cluster in a YAML file",
         )
     )
 
 
-_CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)")
+_CLUSTER = re.compile(r"(?:(\d{1,6})\s*[x×]\s*)?(\d{1,6})\s*[x×]\s*([A-Z].*)", re.IGNORECASE)
+MOST_DEVICES = 1 << 16
 
 
 def parse_cluster(text: str) -> Cluster:
     """`[NODESx]COUNTxDEVICE`, COUNT devices a node, or the path of a YAML file with nodes, per_node and device."""
     if text.endswith((".yaml", ".yml")):
         return _cluster_file(Path(text))
-    match = _CLUSTER.fullmatch(text)
-    if match is None or int(match[2]) < 1 or int(match[1] or 1) < 1:
+    match = _CLUSTER.fullmatch(text.strip())
+    if match is None or not 1 <= int(match[2]) * int(match[1] or 1) <= MOST_DEVICES:
         raise Refused(
             fatal(
                 "usage",
                 f"--cluster {text!r} is not understood",
-                expected="[NODESx]COUNTxDEVICE, e.g. 8xH200 or 2x8xB200, or a YAML file",
+                expected=f"[NODESx]COUNTxDEVICE, e.g. 8xH200 or 2x8xB200, of 1 to {MOST_DEVICES:,} devices, "
+                "or a YAML file",
                 found=text,
                 next="name devices as data/hardware.json does",
             )
@@ -105,26 +115,36 @@ def parse_cluster(text: str) -> Cluster:
     return Cluster(nodes=int(match[1] or 1), per_node=int(match[2]), device=find_device(match[3]))
 
 
-def _cluster_file(path: Path) -> Cluster:
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)]
+
+
+class _ClusterFile(msgspec.Struct, forbid_unknown_fields=True):
     """nodes: 2, per_node: 8, device: H200 - or device: {name, memory_bytes, memory_bandwidth_Bps, ...}."""
+
+    per_node: _Count
+    device: str | Device
+    nodes: _Count = 1
+
+
+def _cluster_file(path: Path) -> Cluster:
     import yaml
 
     try:
-        raw = yaml.safe_load(path.read_text())
-        device = raw["device"]
-        found = find_device(device) if isinstance(device, str) else msgspec.convert(device, Device)
-        return Cluster(nodes=int(raw.get("nodes", 1)), per_node=int(raw["per_node"]), device=found)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError) as error:
+        read = msgspec.convert(yaml.safe_load(path.read_text()), _ClusterFile)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise Refused(
             fatal(
                 "usage",
-                f"the cluster file {path} cannot be used: {error}",
+                f"the cluster file {path} cannot be used: {reason}",
                 file=str(path),
                 expected="nodes, per_node, device (a name, or name and memory_bytes and more)",
-                found=type(error).__name__,
-                next="see `firstlight plan --help`",
+                found=str(reason),
+                next="write it like this: {nodes: 2, per_node: 8, device: H200}",
             )
         ) from error
+    device = find_device(read.device) if isinstance(read.device, str) else read.device
+    return Cluster(nodes=read.nodes, per_node=read.per_node, device=device)
 
 
 def local_cluster(ranks: int) -> Cluster:

@@ -9,6 +9,7 @@ from functools import lru_cache
 import msgspec
 
 from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param
+from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.weights.header import DTYPE_BITS
@@ -70,8 +71,9 @@ class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
 def layer_elements(spec: ModelSpec) -> tuple[int, ...]:
     """Parameters per layer; what stands before the first and behind the last counts with these."""
     weight = [0] * spec.num_layers
-    for param in spec.parameters():
-        weight[min(max(param.layer, 0), spec.num_layers - 1)] += param.elements
+    for kind in census(spec):
+        for layer in kind.layers:
+            weight[min(max(layer, 0), spec.num_layers - 1)] += kind.param.elements * kind.count
     return tuple(weight)
 
 

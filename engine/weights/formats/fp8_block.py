@@ -7,6 +7,7 @@ such a checkpoint is refused until its unpacking is here.
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from functools import lru_cache
 from math import prod
 
@@ -25,12 +26,30 @@ class Fp8Block(msgspec.Struct, frozen=True):
     block: tuple[int, int]
     kept: tuple[str, ...] = ()
 
-    def nbytes(self, param: Param, shape: tuple[int, ...]) -> int:
-        """Bytes that `shape` of `param` takes, scales included; a block that is cut keeps its scale on both sides."""
-        if len(shape) != 2 or param.role not in QUANTIZED_ROLES or self._is_kept(param):
+    def layer_key(self, layer: int) -> Hashable:
+        """The parts of the layer that stay unquantized."""
+        return frozenset(part for number, part in _exceptions(self.kept) if number == str(layer))
+
+    def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
+        """Whether shards of `shape` begin and end between blocks."""
+        if not self._is_quantized(param):
+            return True
+        cuts = zip(shape, param.shape, self.block, strict=True)
+        return all(size == whole or size % block == 0 for size, whole, block in cuts)
+
+    def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
+        """Bytes of a part of `param`, scales included; a block that is cut keeps its scale on both sides."""
+        if not self._is_quantized(param):
             return dtype_bytes(param.dtype or self.dtype, prod(shape))
-        blocks = -(-shape[0] // self.block[0]) * -(-shape[1] // self.block[1])
-        return prod(shape) + 4 * blocks
+        first = start or (0,) * len(shape)
+        rows, columns = (
+            (-(-(begin + size) // block) - begin // block) if size else 0
+            for begin, size, block in zip(first, shape, self.block, strict=True)
+        )
+        return prod(shape) + 4 * rows * columns
+
+    def _is_quantized(self, param: Param) -> bool:
+        return len(param.shape) == 2 and param.role in QUANTIZED_ROLES and not self._is_kept(param)
 
     def _is_kept(self, param: Param) -> bool:
         layer = re.match(r"layers\.(\d+)\.", param.name)

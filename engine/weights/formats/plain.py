@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import msgspec
 
 from firstlight.engine.model.spec import Param
@@ -13,7 +15,13 @@ class Plain(msgspec.Struct, frozen=True):
 
     dtype: str
 
-    def nbytes(self, param: Param, shape: tuple[int, ...]) -> int:
+    def layer_key(self, layer: int) -> Hashable:
+        return None
+
+    def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
+        return True
+
+    def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
         """Bytes that `shape` of `param` takes in the checkpoint and, unconverted, in memory."""
         elements = 1
         for size in shape:

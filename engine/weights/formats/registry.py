@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
 from firstlight.engine.errors import Refused
@@ -15,7 +15,14 @@ from firstlight.engine.weights.formats.plain import Plain
 class StoredFormat(Protocol):
     """What planning asks of a format."""
 
-    def nbytes(self, param: Param, shape: tuple[int, ...]) -> int: ...
+    def layer_key(self, layer: int) -> Hashable:
+        """Equal for layers whose parameters are stored alike."""
+
+    def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
+        """Whether every cut of `param` into shards of `shape` takes the same bytes, wherever it starts."""
+
+    def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
+        """Bytes of the part of `param` that has `shape` and begins at `start` (None: at its beginning)."""
 
 
 def stored_format(config: Mapping[str, Any], dtype: str) -> StoredFormat:

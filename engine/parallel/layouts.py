@@ -1,0 +1,231 @@
+"""Sizes of every layout of one model on one kind of device, and the search among them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+import msgspec
+
+from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec
+from firstlight.engine.parallel.census import Kind, census_by
+from firstlight.engine.parallel.constraints import allowed, placements
+from firstlight.engine.parallel.hardware import Cluster
+from firstlight.engine.parallel.mesh import Coordinates, Mesh
+from firstlight.engine.parallel.pieces import stages
+from firstlight.engine.parallel.placement import localize
+from firstlight.engine.weights.formats.registry import StoredFormat
+
+Objective = Literal["latency", "throughput", "devices"]
+MOST_DEVICES = 4096  # that the search for the fewest looks at
+Shape = tuple[int, int, int]  # tp, ep, pp of one replica
+
+
+class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds, in bytes: weights by role, cache for the planned context and concurrency."""
+
+    rank: int
+    at: Coordinates
+    layers: tuple[int, int]
+    weights: dict[str, int]
+    cache: int
+    state: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    @property
+    def total(self) -> int:
+        return self.weight_bytes + self.cache + self.state
+
+
+class Layouts:
+    """What a rank of a layout holds, computed once per (tp, ep) and layer and summed over stages.
+
+    Weights are counted with the same `localize` and `stages` that cut them for loading; `cut_blocks` collects kinds
+    of parameters whose quantization blocks an axis cuts. Ranks of a stage differ only there.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        stored: StoredFormat,
+        cluster: Cluster,
+        usable_bytes: int,
+        context: int,
+        element_bytes: int,
+        full_window: bool,
+    ) -> None:
+        self.spec, self.stored, self.cluster = spec, stored, cluster
+        self.usable_bytes, self.context = usable_bytes, context
+        self.element_bytes, self.full_window = element_bytes, full_window
+        self.kinds = census_by(spec, stored.layer_key)
+        most = max(cluster.count, MOST_DEVICES)
+        places = placements(spec)
+        self.widths = allowed(spec, "tp", most, places)
+        self.experts = allowed(spec, "ep", most, places)
+        self._weights: dict[tuple[int, int, int], list[dict[str, int]]] = {}
+        self._sums: dict[tuple[int, int], list[list[int]]] = {}
+        self._caches: dict[int, list[tuple[int, int]]] = {}
+        self._cache_sums: dict[int, list[int]] = {}
+        self._cuts: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._shapes = self._all_shapes(most)
+
+    def ranks(self, mesh: Mesh, concurrency: int) -> tuple[RankBytes, ...]:
+        """Every rank of the layout."""
+        sequences = -(-concurrency // mesh.dp)
+        seen: dict[tuple[int, int], tuple[dict[str, int], int, int]] = {}
+        found = []
+        for rank in range(mesh.world_size):
+            at = mesh.coordinates(rank)
+            cut = self.cuts(mesh.pp)[at.pp]
+            if (at.pp, at.tp) not in seen:
+                caches = self._cache(mesh.tp)[cut[0] : cut[1]]
+                weights = self._stage_weights(mesh, at, cut)
+                seen[at.pp, at.tp] = weights, sum(grows for grows, _ in caches), sum(stays for _, stays in caches)
+            weights, cache, state = seen[at.pp, at.tp]
+            found.append(
+                RankBytes(
+                    rank=rank, at=at, layers=cut, weights=weights, cache=cache * sequences, state=state * sequences
+                )
+            )
+        return tuple(found)
+
+    def largest(self, shape: Shape, sequences: int) -> int:
+        """Bytes of the fullest rank of a replica that holds so many sequences; equals the largest of `ranks`."""
+        tp, ep, pp = shape
+        if tp not in self._cache_sums:
+            self._cache_sums[tp] = [0, *accumulate(grows + stays for grows, stays in self._cache(tp))]
+        caches = self._cache_sums[tp]
+        most = 0
+        for sums in self._layer_sums(tp, ep):
+            for start, stop in self.cuts(pp):
+                weights = sums[stop] - sums[start]
+                if stop == self.spec.num_layers and start == 0 and self.spec.tied_head:
+                    weights -= self._head(tp)
+                most = max(most, weights + sequences * (caches[stop] - caches[start]))
+        return most
+
+    def cuts(self, pp: int) -> tuple[tuple[int, int], ...]:
+        if pp not in self._cuts:
+            self._cuts[pp] = stages(self.spec, pp)
+        return self._cuts[pp]
+
+    def _layer_sums(self, tp: int, ep: int) -> list[list[int]]:
+        """Per tp rank that differs from the others: weight bytes of the layers before each."""
+        if (tp, ep) not in self._sums:
+            indices = range(tp) if self.cut_blocks(tp) else (0,)
+            self._sums[tp, ep] = [
+                [0, *accumulate(sum(layer.values()) for layer in self._by_layer(tp, ep, index))] for index in indices
+            ]
+        return self._sums[tp, ep]
+
+    def _stage_weights(self, mesh: Mesh, at: Coordinates, cut: tuple[int, int]) -> dict[str, int]:
+        by_role: dict[str, int] = {}
+        index = at.tp if self.cut_blocks(mesh.tp) else 0
+        for layer in self._by_layer(mesh.tp, mesh.ep, index)[cut[0] : cut[1]]:
+            for role, nbytes in layer.items():
+                by_role[role] = by_role.get(role, 0) + nbytes
+        if self.spec.tied_head and cut == (0, self.spec.num_layers):
+            by_role["head"] -= self._head(mesh.tp)
+        return {role: nbytes for role, nbytes in by_role.items() if nbytes}
+
+    def _by_layer(self, tp: int, ep: int, index: int) -> list[dict[str, int]]:
+        """Weight bytes of each layer by role on tp rank `index`; what stands before and behind goes to the ends."""
+        if (tp, ep, index) not in self._weights:
+            layers: list[dict[str, int]] = [{} for _ in self.spec.layers]
+            for kind in self.kinds:
+                count = kind.count if kind.param.expert is None else kind.count // ep
+                nbytes = count * self._bytes(kind, tp, index)
+                for layer in kind.layers:
+                    slot = layers[{FIRST_STAGE: 0, LAST_STAGE: -1}.get(layer, layer)]
+                    slot[kind.param.role] = slot.get(kind.param.role, 0) + nbytes
+            self._weights[tp, ep, index] = layers
+        return self._weights[tp, ep, index]
+
+    def _bytes(self, kind: Kind, tp: int, index: int) -> int:
+        local = localize(kind.param.shape, kind.placements, Mesh(tp=tp), Coordinates(tp=index))
+        assert local is not None
+        return self.stored.nbytes(kind.param, local.shape, tuple(start for start, _ in local.bounds))
+
+    def _head(self, tp: int) -> int:
+        """Bytes of an output head that is the embedding and need not be held twice."""
+        return sum(self._bytes(kind, tp, 0) for kind in self.kinds if kind.param.name == "head.weight")
+
+    def cut_blocks(self, tp: int) -> list[Kind]:
+        """Kinds of parameters of which tp cuts through quantization blocks."""
+        mesh = Mesh(tp=tp)
+        found = []
+        for kind in self.kinds if tp > 1 else ():
+            local = localize(kind.param.shape, kind.placements, mesh, Coordinates(tp=min(1, tp - 1)))
+            assert local is not None
+            if not self.stored.is_even(kind.param, local.shape):
+                found.append(kind)
+        return found
+
+    def _cache(self, tp: int) -> list[tuple[int, int]]:
+        """Bytes of one sequence on a rank, layer by layer: what grows with the context, and what does not."""
+        if tp not in self._caches:
+            self._caches[tp] = [self._layer_cache(index, tp) for index in range(self.spec.num_layers)]
+        return self._caches[tp]
+
+    def _layer_cache(self, index: int, tp: int) -> tuple[int, int]:
+        cache = self.spec.layers[index].mixer.cache()
+        per_token = sum(tensor.local_heads(tp) * tensor.dim for tensor in cache.tensors) * self.element_bytes
+        state = cache.state_elements * 4 // tp
+        if cache.window is not None and not self.full_window:
+            return 0, per_token * min(cache.window, self.context) + state
+        return per_token * self.context, state
+
+    def _all_shapes(self, most: int) -> dict[int, list[Shape]]:
+        """Shapes of one replica that the constraints allow, by devices; wide tp first, but within a node."""
+        found: dict[int, list[Shape]] = {}
+        for tp in sorted(self.widths, key=lambda width: (width > max(self.cluster.per_node, 1), -width)):
+            for ep in self.experts:
+                for pp in range(1, min(self.spec.num_layers, most // (tp * ep)) + 1):
+                    found.setdefault(tp * ep * pp, []).append((tp, ep, pp))
+        return dict(sorted(found.items()))
+
+    def best(self, objective: Objective, concurrency: int) -> Mesh | None:
+        """The layout for the objective that fits the cluster, or None.
+
+        latency: one replica over as many devices as divide well. devices: the fewest. throughput: as many replicas as
+        fit.
+        """
+        count = self.cluster.count
+        sizes = [devices for devices in self._shapes if devices <= count]
+        for devices in sizes if objective != "latency" else reversed(sizes):
+            dp = count // devices if objective == "throughput" else 1
+            if (shape := self._first(devices, -(-concurrency // dp))) is not None:
+                return mesh_of(shape, dp)
+        return None
+
+    def thinnest(self) -> Mesh:
+        """When nothing fits: the layout that spreads the weights furthest."""
+        most = max(devices for devices in self._shapes if devices <= self.cluster.count)
+        return mesh_of(self._shapes[most][0])
+
+    def fewest(self) -> Mesh | None:
+        """The smallest layout of this kind of device with one sequence of the context, or None."""
+        if self.usable_bytes < 1:
+            return None
+        least = max(1, -(-self.largest((1, 1, 1), 1) // self.usable_bytes))  # no layout holds less in all
+        for devices in (size for size in self._shapes if least <= size <= MOST_DEVICES):
+            if (shape := self._first(devices, 1)) is not None:
+                return mesh_of(shape)
+        return None
+
+    def _first(self, devices: int, sequences: int) -> Shape | None:
+        fitting = (shape for shape in self._shapes[devices] if self.largest(shape, sequences) <= self.usable_bytes)
+        return next(fitting, None)
+
+
+def mesh_of(shape: Shape, dp: int = 1) -> Mesh:
+    tp, ep, pp = shape
+    return Mesh(dp=dp, tp=tp, ep=ep, pp=pp)
+
+
+def fullest(ranks: Sequence[RankBytes]) -> RankBytes:
+    return max(ranks, key=lambda rank: rank.total)
