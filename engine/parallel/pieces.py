@@ -81,7 +81,10 @@ def layer_elements(spec: ModelSpec) -> tuple[int, ...]:
 def stages(spec: ModelSpec, pp: int) -> tuple[tuple[int, int], ...]:
     """Pipeline cuts [start, stop) by layer: the largest stage holds as few parameters as possible, none is empty."""
     assert 1 <= pp <= spec.num_layers
-    weight = layer_elements(spec)
+    return _cut(layer_elements(spec), pp)
+
+
+def _cut(weight: Sequence[int], pp: int) -> tuple[tuple[int, int], ...]:
     low, high = max(weight), sum(weight)
     while low < high:
         middle = (low + high) // 2

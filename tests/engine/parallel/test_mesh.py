@@ -1,0 +1,58 @@
+"""Ranks and coordinates are each other's inverse, and groups along any axes divide the world."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.parallel.mesh import AXES, Coordinates, Mesh
+
+_size = st.integers(1, 4)
+meshes = st.builds(Mesh, dp=_size, pp=_size, ep=_size, sp=_size, tp=_size)
+
+
+@given(meshes)
+def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
+    where = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    assert [mesh.rank(at) for at in where] == list(range(mesh.world_size))
+    assert tuple(where) == mesh.all_coordinates()
+    for axis in AXES:
+        assert {at.on(axis) for at in where} == set(range(mesh.size(axis)))
+
+
+@given(meshes, st.sets(st.sampled_from(AXES)))
+def test_groups_divide_the_world(mesh: Mesh, axes: set[str]) -> None:
+    groups = mesh.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        where = [mesh.coordinates(rank) for rank in group]
+        for axis in AXES:
+            values = [at.on(axis) for at in where]
+            assert len(set(values)) == (mesh.size(axis) if axis in axes else 1)
+
+
+def test_neighbours_in_tp_are_neighbours_in_rank() -> None:
+    mesh = Mesh(tp=4, ep=2, pp=3, dp=2)
+    assert mesh.world_size == 48
+    assert mesh.groups("tp")[0] == (0, 1, 2, 3)
+    assert mesh.groups("ep")[0] == (0, 4)
+    assert mesh.groups("pp")[0] == (0, 8, 16)
+    assert mesh.groups("dp")[0] == (0, 24)
+    assert mesh.groups("ep", "tp")[0] == tuple(range(8))
+    assert mesh.coordinates(47) == Coordinates(dp=1, pp=2, ep=1, tp=3)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_axis_is_at_least_one(axis: str, size: int) -> None:
+    with pytest.raises(Refused, match=f"axis {axis} must be at least 1") as caught:
+        Mesh(**{axis: size})
+    assert caught.value.findings[0].code == "usage"
+
+
+def test_words() -> None:
+    assert Mesh().describe() == "1 rank"
+    assert Mesh(tp=2, pp=3).describe() == "pp 3 x tp 2"
