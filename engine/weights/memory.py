@@ -6,8 +6,10 @@ import ctypes
 import math
 import mmap
 import re
+import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,7 @@ from firstlight.engine.findings import fatal
 ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the widest vector registers
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 32 << 20  # smaller pools are not rounded up to whole huge pages, which would cost more than 6 %
+SLOW_HUGE_PAGE_S = 1e-3
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
 
 
@@ -26,8 +29,9 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one pool holds and how the system backs it.
 
     `reserved_bytes` is what the system was asked for, `taken_bytes` what tensors use of it (with alignment).
-    `huge_page_bytes` is what huge pages back of it, or None with `huge_page_reason` saying why that is unknown.
-    `fault_s` is the time it took until every page was there.
+    `huge_page_bytes` is what huge pages back of it by now, None where that is not known; `huge_page_reason` says why it
+    is not known, or why they were not waited for.
+    `reserve_s` is the time the reservation took, with every page backed unless it was told to leave that to first use.
     """
 
     name: str
@@ -36,7 +40,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     taken_bytes: int
     huge_page_bytes: int | None
     huge_page_reason: str | None
-    fault_s: float
+    reserve_s: float
 
 
 class Pool:
@@ -45,11 +49,12 @@ class Pool:
     Tensors are views of the range and keep it alive. A pool never grows.
     """
 
-    def __init__(self, name: str, data_N: torch.Tensor, fault_s: float) -> None:
+    def __init__(self, name: str, data_N: torch.Tensor, reserve_s: float, reason: str | None) -> None:
         """Take over `data_N`, uint8 [reserved bytes]; use `Pool.reserve`."""
         self.name = name
         self._data_N = data_N
-        self._fault_s = fault_s
+        self._reserve_s = reserve_s
+        self._reason = reason
         self._taken_bytes = 0
 
     @classmethod
@@ -60,12 +65,15 @@ class Pool:
         device: str | torch.device = "cpu",
         threads: int | None = None,
         huge_pages: bool = True,
+        populate: bool = True,
     ) -> Pool:
-        """Reserve `nbytes` and have the system back every page now, by `threads` threads (default: torch's).
+        """Reserve `nbytes`; with `populate` every page is backed now, by `threads` threads (default: torch's).
 
-        On CPUs the range is anonymous memory that starts on a huge page and asks for them (`madvise(MADV_HUGEPAGE)`);
-        `report()` tells whether they were given. Elsewhere it is one allocation of torch. Contents are zero on CPUs,
-        undefined elsewhere. Each tensor is aligned to 64 bytes: ask for the sum of `aligned(nbytes)` over them.
+        Without it a page is backed when it is first written to. On CPUs the range is anonymous memory that starts on a
+        huge page and asks for them (`madvise(MADV_HUGEPAGE)`); `report()` tells whether they were given. Where they
+        take too long, the rest is backed by small pages, which the kernel joins later. Elsewhere it is one allocation
+        of torch. Contents are zero on CPUs, undefined elsewhere. Each tensor is aligned to 64 bytes: ask for the sum
+        of `aligned(nbytes)` over them.
 
         Raises:
             Refused: the device does not have that much memory.
@@ -73,10 +81,10 @@ class Pool:
         device = torch.device(device)
         started = time.perf_counter()
         if device.type == "cpu":
-            data_N = _reserve_pages(nbytes, name, threads or torch.get_num_threads(), huge_pages)
+            data_N, reason = _reserve_pages(nbytes, name, threads or torch.get_num_threads(), huge_pages, populate)
         else:
-            data_N = _reserve_on_device(nbytes, name, device)
-        return cls(name, data_N, time.perf_counter() - started)
+            data_N, reason = _reserve_on_device(nbytes, name, device), None
+        return cls(name, data_N, time.perf_counter() - started, reason)
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +124,7 @@ class Pool:
             taken_bytes=self._taken_bytes,
             huge_page_bytes=huge_page_bytes,
             huge_page_reason=reason,
-            fault_s=self._fault_s,
+            reserve_s=self._reserve_s,
         )
 
     def check(self) -> None:
@@ -128,7 +136,8 @@ class Pool:
     def _huge_pages(self) -> tuple[int | None, str | None]:
         if self.device.type != "cpu":
             return None, "not memory of the CPU"
-        return huge_page_bytes(self._data_N.data_ptr(), self.reserved_bytes)
+        nbytes, unknown = huge_page_bytes(self._data_N.data_ptr(), self.reserved_bytes)
+        return nbytes, unknown or self._reason
 
 
 def aligned(nbytes: int) -> int:
@@ -193,8 +202,10 @@ def _reserve_on_device(nbytes: int, name: str, device: torch.device) -> torch.Te
         raise _does_not_fit(name, nbytes, f"{device}: {error}") from error
 
 
-def _reserve_pages(nbytes: int, name: str, threads: int, huge_pages: bool) -> torch.Tensor:
-    """Zeroed anonymous memory, every page backed, as uint8 [nbytes]; starts on a huge page."""
+def _reserve_pages(
+    nbytes: int, name: str, threads: int, huge_pages: bool, populate: bool
+) -> tuple[torch.Tensor, str | None]:
+    """Zeroed anonymous memory as uint8 [nbytes] that starts on a huge page, and why huge pages were not waited for."""
     available = available_bytes()
     if available is not None and nbytes > available:
         raise _does_not_fit(name, nbytes, f"{available} bytes available")
@@ -206,31 +217,98 @@ def _reserve_pages(nbytes: int, name: str, threads: int, huge_pages: bool) -> to
     except OSError as error:
         raise _does_not_fit(name, nbytes, str(error)) from error
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    start = HUGE_PAGE_BYTES - address % HUGE_PAGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE, start, length)
-    _back(area, address + start, start, length, threads)
-    return torch.frombuffer(area, dtype=torch.uint8, offset=start, count=max(1, nbytes))[:nbytes]
+    pages = _Pages(area, HUGE_PAGE_BYTES - address % HUGE_PAGE_BYTES, length)
+    pages.ask_for_huge(huge_pages)
+    reason = pages.back(threads) if populate else None
+    return torch.frombuffer(area, dtype=torch.uint8, offset=pages.start, count=max(1, nbytes))[:nbytes], reason
 
 
-def _back(area: mmap.mmap, address: int, start: int, length: int, threads: int) -> None:
-    """Have the system back [address, address + length) now, one part per thread."""
-    part = -(-length // threads // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES or HUGE_PAGE_BYTES
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+class _Pages:
+    """The pages of a range [start, start + length) of an anonymous mapping; `start` is that of a huge page."""
 
-    def back(offset: int) -> None:
-        nbytes = min(part, length - offset)
-        if libc.madvise(address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # an older system: touch each page
-            view = memoryview(area)
-            for page in range(start + offset, start + offset + nbytes, mmap.PAGESIZE):
+    def __init__(self, area: mmap.mmap, start: int, length: int) -> None:
+        self.area = area
+        self.start = start
+        self.length = length
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(area)) + start
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def ask_for_huge(self, wanted: bool) -> None:
+        """Back new pages by huge ones from now on, or not; the kernel joins those that are there when it sees to it."""
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.area.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE, self.start, self.length)
+
+    def back(self, threads: int) -> str | None:
+        """Have the system back all of the range now, a part per thread; why, if huge pages were not waited for."""
+        part = max(1, -(-self.length // threads // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
+        todo = [range(at, min(at + part, self.length), HUGE_PAGE_BYTES) for at in range(0, self.length, part)]
+        pace = _Pace()
+        done = self._in_threads([lambda one=one: self._back_at_pace(one, pace) for one in todo])
+        if not pace.is_slow():
+            return None
+        self.ask_for_huge(False)
+        rest = [one[count:] for one, count in zip(todo, done, strict=True)]
+        self._in_threads([lambda one=one: self._back_at_pace(one, None) for one in rest])
+        self.ask_for_huge(True)
+        return (
+            f"the system took {pace.mean_s() * 1e3:.1f} ms to provide a huge page, so small ones are used for now; "
+            "it joins them in the background"
+        )
+
+    def _back_at_pace(self, offsets: range, pace: _Pace | None) -> int:
+        """Back the 2 MiB at each offset, until the pace turns out to be slow; returns how many were backed."""
+        for count, offset in enumerate(offsets):
+            if pace is not None and pace.is_slow():
+                return count
+            started_s = time.perf_counter()
+            self._back_part(offset, min(HUGE_PAGE_BYTES, self.length - offset))
+            if pace is not None:
+                pace.took_s.append(time.perf_counter() - started_s)
+        return len(offsets)
+
+    def _back_part(self, offset: int, nbytes: int) -> None:
+        if self._libc.madvise(self._address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
+            view = memoryview(self.area)
+            for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
                 view[page] = 0
 
-    workers = [threading.Thread(target=back, args=(offset,)) for offset in range(0, length, part)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    def _in_threads(self, parts: list[Callable[[], int]]) -> list[int]:
+        """Run each part in a thread of its own; all of these are there before any part begins.
+
+        Making a thread needs the lock on the address space that backing pages holds.
+        """
+        results = [0] * len(parts)
+        ready = threading.Barrier(len(parts))
+
+        def work(index: int) -> None:
+            ready.wait()
+            results[index] = parts[index]()
+
+        workers = [threading.Thread(target=work, args=(index,)) for index in range(len(parts))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return results
+
+
+class _Pace:
+    """How long the huge pages of a range took so far. Zeroing one takes 0.1 to 0.2 ms.
+
+    Where the host of a virtual machine has yet to find the memory, each takes milliseconds, while small pages may come
+    from memory that is there. A few slow ones mean nothing: the thread was interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.took_s: list[float] = []
+
+    def is_slow(self) -> bool:
+        slow = sum(1 for took_s in self.took_s if took_s > SLOW_HUGE_PAGE_S)
+        return slow >= 4 and slow * 3 >= len(self.took_s)
+
+    def mean_s(self) -> float:
+        return statistics.mean(self.took_s)
 
 
 def _does_not_fit(name: str, nbytes: int, found: str) -> Refused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from firstlight.engine.findings import fatal
 
 Piece = tuple[str | os.PathLike[str], int, memoryview]
 
-CHUNK_BYTES = 8 << 20  # one system call; large enough to hide its cost, small enough to balance threads
+CHUNK_BYTES = 8 << 20  # most of one system call
+SMALLEST_CHUNK_BYTES = 1 << 20  # large enough to hide the cost of a call
+CHUNKS_PER_THREAD = 4  # so that all threads end at about the same time
 MAX_GAP_BYTES = 4 << 10  # unwanted bytes between two pieces that are cheaper to read than to skip
 MAX_BUFFERS = 512  # per preadv; Linux accepts 1,024
 
@@ -70,10 +72,10 @@ def read_pieces(pieces: Iterable[Piece], threads: int, progress: Callable[[int],
             memory is filled by then.
 
     Neighbouring pieces of a file, with gaps of at most 4 KiB between them, are read by one system call, and pieces
-    larger than 8 MiB by several. At most `threads` + 1 files are open at any time.
+    larger than 8 MiB, or than a fair share of a thread, by several. At most `threads` + 1 files are open at any time.
     """
     assert threads >= 1, threads
-    reads = _plan(pieces)
+    reads = _plan(list(pieces), threads)
     if not reads:
         return 0
     threads = min(threads, len(reads))
@@ -85,8 +87,10 @@ def read_pieces(pieces: Iterable[Piece], threads: int, progress: Callable[[int],
     return delivered
 
 
-def _plan(pieces: Iterable[Piece]) -> list[_Read]:
+def _plan(pieces: Sequence[Piece], threads: int) -> list[_Read]:
     """Order pieces by file and offset, cut large ones into chunks and join neighbours into one read."""
+    share_bytes = sum(target.nbytes for _, _, target in pieces) // (threads * CHUNKS_PER_THREAD)
+    chunk_bytes = min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, share_bytes))
     chunks: list[tuple[str, int, memoryview]] = []
     for path, offset_bytes, target in pieces:
         if target.nbytes == 0:
@@ -94,19 +98,19 @@ def _plan(pieces: Iterable[Piece]) -> list[_Read]:
         view = target.cast("B")
         assert not view.readonly, f"the memory for {path} at {offset_bytes} cannot be written to"
         name = os.fspath(path)
-        for start in range(0, view.nbytes, CHUNK_BYTES):
-            chunks.append((name, offset_bytes + start, view[start : start + CHUNK_BYTES]))
+        for start in range(0, view.nbytes, chunk_bytes):
+            chunks.append((name, offset_bytes + start, view[start : start + chunk_bytes]))
     chunks.sort(key=lambda chunk: chunk[:2])
     reads: list[_Read] = []
     for name, group in groupby(chunks, key=lambda chunk: chunk[0]):
         file = _SharedFile(name)
-        of_this_file = list(_join(file, ((offset, view) for _, offset, view in group)))
+        of_this_file = list(_join(file, ((offset, view) for _, offset, view in group), chunk_bytes))
         file.reads_left = len(of_this_file)
         reads += of_this_file
     return reads
 
 
-def _join(file: _SharedFile, chunks: Iterable[tuple[int, memoryview]]) -> Iterator[_Read]:
+def _join(file: _SharedFile, chunks: Iterable[tuple[int, memoryview]], most_bytes: int) -> Iterator[_Read]:
     """Join chunks of one file, sorted by offset, while they are close together and the read stays small."""
     current: _Read | None = None
     end = 0
@@ -116,7 +120,7 @@ def _join(file: _SharedFile, chunks: Iterable[tuple[int, memoryview]]) -> Iterat
             current is not None
             and 0 <= gap <= MAX_GAP_BYTES
             and len(current.buffers) + 2 <= MAX_BUFFERS
-            and offset + view.nbytes - current.offset_bytes <= CHUNK_BYTES
+            and offset + view.nbytes - current.offset_bytes <= most_bytes
         ):
             if gap:
                 current.buffers.append((None, gap))

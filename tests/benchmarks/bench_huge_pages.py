@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -60,14 +61,14 @@ def main() -> None:
     kinds = {"huge pages": True, "4 KiB pages": False}
     steps = {name: decode_step(str(given.checkpoint), huge) for name, huge in kinds.items()}
     bandwidth = take_turns(
-        {name: lambda huge=huge: measure_read_bandwidth(repeats=5, huge_pages=huge) for name, huge in kinds.items()},
+        {name: partial(measure_read_bandwidth, repeats=5, huge_pages=huge) for name, huge in kinds.items()},
         given.repeats,
     )
 
     def many(step: Callable[[], object]) -> float:
         return median([seconds(step) for _ in range(20)])
 
-    times = take_turns({name: lambda step=step: many(step) for name, (step, _) in steps.items()}, given.repeats)
+    times = take_turns({name: partial(many, step) for name, (step, _) in steps.items()}, given.repeats)
     rows = [
         {
             "weights on": name,

@@ -1,12 +1,13 @@
 """Loading weights into reserved memory beside safetensors' load_file followed by a copy; files in the page cache.
 
-Both end with every weight in memory of its own that was asked for before. Peak memory is that of a fresh process.
+Both end with every weight in memory that was asked for before. Each load has a process of its own, as a start has.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,20 +47,30 @@ def theirs(directory: Path, threads: int) -> None:
 RUNS = {"firstlight": ours, "safetensors load_file + copy": theirs}
 
 
-def peak_growth_bytes(name: str, directory: Path, threads: int) -> int:
-    """How much the peak of resident memory grows in a process that does nothing else; file pages count as well."""
+def fresh(name: str, directory: Path, threads: int) -> tuple[float, int]:
+    """Seconds of the load in a process of its own, and by how much it raised the peak of resident memory."""
     command = [sys.executable, "-m", "tests.benchmarks.bench_load", "--alone", name, str(directory), str(threads)]
-    return int(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+    output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return float(output[-2]), int(output[-1])
 
 
 def alone(name: str, directory: Path, threads: int) -> None:
-    import resource
-
+    """What the fresh process does."""
     import safetensors.torch  # noqa: F401 - imports are not part of the load
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    RUNS[name](directory, threads)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    import firstlight.engine.model.families
+    import firstlight.engine.weights.loader  # noqa: F401
+
+    torch.set_num_threads(threads)
+    before = peak_bytes()
+    taken_s = seconds(partial(RUNS[name], directory, threads))
+    print(taken_s, peak_bytes() - before)
+
+
+def peak_bytes() -> int:
+    """The most that was ever resident in this process; pages of mapped files count as well."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def main() -> None:
@@ -67,20 +78,23 @@ def main() -> None:
         alone(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
         return
     given = setting(__doc__)
-    torch.set_num_threads(given.threads)
     weight_bytes = sum(file.stat().st_size for file in given.checkpoint.glob("*.safetensors"))
-    figures = take_turns(
-        {name: lambda run=run: seconds(lambda: run(given.checkpoint, given.threads)) for name, run in RUNS.items()},
-        given.repeats,
-    )
+    peaks: dict[str, int] = {}
+
+    def load_s(name: str) -> float:
+        taken_s, peaks[name] = fresh(name, given.checkpoint, given.threads)
+        return taken_s
+
+    figures = take_turns({name: partial(load_s, name) for name in RUNS}, given.repeats)
+    theirs_s = median(figures["safetensors load_file + copy"])
     rows = [
         {
             "loader": name,
             "ms": round(median(figures[name]) * 1e3, 1),
             "lowest to highest ms": spread([figure * 1e3 for figure in figures[name]]),
             "GB/s": round(weight_bytes / median(figures[name]) / 1e9, 2),
-            "ratio": round(median(figures["safetensors load_file + copy"]) / median(figures[name]), 2),
-            "peak memory / weights": round(peak_growth_bytes(name, given.checkpoint, given.threads) / weight_bytes, 3),
+            "ratio": round(theirs_s / median(figures[name]), 2),
+            "peak memory / weights": round(peaks[name] / weight_bytes, 3),
         }
         for name in RUNS
     ]

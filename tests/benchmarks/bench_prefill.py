@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.benchmarks.common import machine, median, setting, show, spread, take_turns
@@ -20,9 +22,7 @@ def main() -> None:
     ]
     rows = []
     for tokens in PROMPTS:
-        figures = take_turns(
-            {one.name: lambda one=one, tokens=tokens: one.prefill_s(tokens) for one in contestants}, given.repeats
-        )
+        figures = take_turns({one.name: partial(one.prefill_s, tokens) for one in contestants}, given.repeats)
         for one in contestants:
             taken_s = median(figures[one.name])
             rows.append(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tests.benchmarks.common import machine, median, setting, show, spread, take_turns
 
@@ -49,7 +50,7 @@ def main() -> None:
         "transformers generate, first token": [sys.executable, "-c", THEIRS, directory, PROMPT, threads],
     }
     runs: dict[str, Callable[[], float]] = {
-        name: lambda command=command: first_output_s(command) for name, command in commands.items()
+        name: partial(first_output_s, command) for name, command in commands.items()
     }
     figures = take_turns(runs, given.repeats)
     rows = [

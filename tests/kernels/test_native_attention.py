@@ -1,4 +1,4 @@
-"""What the shared cases of attention are too small to show of the native implementation: several blocks, and equal bits."""
+"""What the shared cases of attention are too small to show natively: several blocks, and equal bits."""
 
 from __future__ import annotations
 
