@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -244,12 +245,12 @@ class _Pages:
         part = max(1, -(-self.length // threads // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
         todo = [range(at, min(at + part, self.length), HUGE_PAGE_BYTES) for at in range(0, self.length, part)]
         pace = _Pace()
-        done = self._in_threads([lambda one=one: self._back_at_pace(one, pace) for one in todo])
+        done = self._in_threads([partial(self._back_at_pace, one, pace) for one in todo])
         if not pace.is_slow():
             return None
         self.ask_for_huge(False)
         rest = [one[count:] for one, count in zip(todo, done, strict=True)]
-        self._in_threads([lambda one=one: self._back_at_pace(one, None) for one in rest])
+        self._in_threads([partial(self._back_at_pace, one, None) for one in rest])
         self.ask_for_huge(True)
         return (
             f"the system took {pace.mean_s() * 1e3:.1f} ms to provide a huge page, so small ones are used for now; "

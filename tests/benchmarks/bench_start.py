@@ -42,7 +42,7 @@ def main() -> None:
     given = setting(__doc__)
     firstlight = [sys.executable, "-m", "firstlight.workbench"]
     directory, threads = str(given.checkpoint), str(given.threads)
-    generate = ["generate", directory, "--prompt", PROMPT, "--max-new-tokens", "1", "-q"]
+    generate = ["generate", directory, "--prompt", PROMPT, "--max-new-tokens", "1"]
     commands = {
         "firstlight --help": [*firstlight, "--help"],
         "firstlight scan": [*firstlight, "scan", directory, "-q", "--json", "-"],
