@@ -146,7 +146,7 @@ class Pulse:
 class Store(Protocol):
     """The part of torch's TCPStore that is used here."""
 
-    def set(self, key: str, value: bytes, /) -> None: ...
+    def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
 
@@ -157,7 +157,7 @@ def start_beating(pulse: Pulse, store: Store, period_s: float = BEAT_PERIOD_S) -
     def beat() -> None:
         while True:
             try:
-                store.set(f"beat/{pulse.rank}", msgspec.json.encode(pulse.beat()))
+                store.set(f"beat/{pulse.rank}", msgspec.json.encode(pulse.beat()).decode())
             except RuntimeError:  # the store's process is gone: whoever watches this rank ends it
                 return
             time.sleep(period_s)

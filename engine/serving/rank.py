@@ -9,7 +9,7 @@ import time
 import traceback
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.cluster import Place, backend_of
@@ -83,7 +83,7 @@ class RankProcess:
         ping(comms, device)
 
         def meet() -> None:
-            store.set(f"up/{self.place.rank}", b"1")
+            store.set(f"up/{self.place.rank}", "1")
             store.wait([f"up/{rank}" for rank in range(mesh.world_size)], MEET_TIMEOUT)
 
         rank = bring_up(self.engine, comms, self.pulse, self.place.local_rank, self.place.local_world_size, meet)

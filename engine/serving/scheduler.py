@@ -221,7 +221,8 @@ class Scheduler:
 
     def _chunks(self, replica: _Replica) -> tuple[Chunk, ...]:
         """Decodes first, then prompts while the budget lasts; in the order of pages, so that neighbours are views."""
-        decodes, prompts = [], []
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
         for sequence in replica.running.values():
             (decodes if sequence.computed >= sequence.prompt_len else prompts).append(sequence)
         budget = self.limits.token_budget - len(decodes)

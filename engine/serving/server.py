@@ -12,7 +12,7 @@ import hmac
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import safetensors.numpy
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.serving.api import Prompt
 from firstlight.engine.serving.desk import Desk
 from firstlight.engine.serving.openai import Ask, Writer, error_body, models_body, read_chat, read_text
 from firstlight.engine.serving.options import HostOptions
@@ -135,7 +136,7 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
 
         def submit() -> Stream:
             asked = read_generation(body)
-            return engine.submit(asked.prompt, asked.pictures, asked.params, asked.chat, handed.take)
+            return engine.submit(cast(Prompt, asked.prompt), asked.pictures, asked.params, asked.chat, handed.take)
 
         stream = await _in_thread(submit)
         return StreamingResponse(_lines(engine, stream, handed.queue), media_type="application/x-ndjson")

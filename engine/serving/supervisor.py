@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.serving.health import Failure, Status, Watch
+from firstlight.engine.serving.health import Failure, Status, Store, Watch
 from firstlight.engine.serving.line import Line, Note, line_pair
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 
@@ -120,7 +120,7 @@ class Supervisor:
 
     def watch(self) -> int:
         """Follow the ranks until they have left or one is lost."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
         for line in self._lines.values():
@@ -196,8 +196,8 @@ class Supervisor:
             return Failure(rank=rank, phase=self._watch.phase_of(rank), reason=how)
         return None
 
-    def _silent(self, store: object) -> Failure | None:
-        self._watch.look(store)  # type: ignore[arg-type]
+    def _silent(self, store: Store) -> Failure | None:
+        self._watch.look(store)
         failure = self._watch.judge()
         return failure if failure is not None and failure.rank in self._pids else None
 

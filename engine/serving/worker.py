@@ -117,7 +117,7 @@ class Worker:
             rank=rank.rank,
             device=str(rank.device),
             bytes_by_role={**rank.weights.pieces.bytes_by_role(), "cache": rank.cache.pool.reserved_bytes},
-            pools=(rank.weights.pool, rank.cache.report()),
+            pools=(msgspec.to_builtins(rank.weights.pool), msgspec.to_builtins(rank.cache.report())),
             resident_bytes=psutil.Process().memory_info().rss,
             pages=rank.limits.num_pages,
             page_size=rank.limits.page_size,

@@ -21,8 +21,8 @@ class MemoryStore:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes) -> None:
-        self.values[key] = value
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
 
     def get(self, key: str) -> bytes:
         return self.values[key]
@@ -98,7 +98,7 @@ def test_beats_go_through_a_store() -> None:
     store, pulse, watch = MemoryStore(), Pulse(0), Watch(2)
     pulse.enter("load")
     pulse.progress(3.0, 4.0)
-    store.set("beat/0", msgspec.json.encode(pulse.beat()))
+    store.set("beat/0", msgspec.json.encode(pulse.beat()).decode())
     watch.look(store)
     assert watch.beats[0].stage == "load"
     assert (watch.beats[0].done, watch.beats[0].total) == (3.0, 4.0)
