@@ -178,7 +178,7 @@ def _attention_kernel(
                 row_sum += tl.exp2(sink - safe_max)
             out = acc / tl.where(is_row, row_sum, 1.0)[:, None]
         else:
-            place += split * num_tokens.to(tl.int64) * num_heads
+            place += split.to(tl.int64) * num_tokens * num_heads
             tl.store(split_max_ptr + place, row_max, mask=is_row)
             tl.store(split_sum_ptr + place, row_sum, mask=is_row)
             out = acc
@@ -202,7 +202,7 @@ def _join_kernel(
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = token * num_heads + head
-    split = tl.arange(0, SPLITS) * num_tokens.to(tl.int64) * num_heads + place
+    split = tl.arange(0, SPLITS).to(tl.int64) * num_tokens * num_heads + place
     split_max = tl.load(split_max_ptr + split)
     row_max = tl.max(split_max, axis=0)
     share = tl.exp2(split_max - row_max)  # 0 for a split that saw no key
