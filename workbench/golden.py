@@ -116,8 +116,9 @@ class Golden:
 
     @property
     def hidden(self) -> dict[int, NDArray[np.float32]]:
-        """hidden.i by i."""
-        return {int(name[7:]): value for name, value in sorted(self.outputs.items()) if name.startswith("hidden.")}
+        """hidden.i by i, in the order of layers."""
+        found = {int(name[7:]): value for name, value in self.outputs.items() if name.startswith("hidden.")}
+        return dict(sorted(found.items()))
 
     @property
     def longest(self) -> int:

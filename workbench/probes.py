@@ -28,7 +28,7 @@ PROMPT = "Describe what you see and hear on a walk through a forest after the ra
 PROMPT_SEEING = "What is in this picture? Answer in a few words."
 SEED = 20240229
 GENERATED = 8
-LOGIT_VALUES = 8_000_000  # tokens are chosen so that one set of logits has about this many values
+LOGIT_VALUES = 4_000_000  # tokens are chosen so that one set of logits has about this many values
 NOISE_FACTOR = {"F32": 16.0}
 NARROW_NOISE_FACTOR = 4.0
 

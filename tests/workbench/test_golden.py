@@ -97,3 +97,8 @@ def test_numbers_at_padding_do_not_matter() -> None:
     logits = arrays()["logits"]
     logits[1, 0] = np.nan
     Golden.of(arrays(logits=logits, attention_mask=np.array([[1, 1, 1], [0, 1, 1]])), "file").check(SPEC)
+
+
+def test_layers_come_in_their_order() -> None:
+    given = arrays(**{f"hidden.{i}": np.zeros((2, 3, 32), np.float32) for i in range(12)})
+    assert list(Golden.of(given, "file").hidden) == list(range(12))

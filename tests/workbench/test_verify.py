@@ -19,13 +19,14 @@ from firstlight.engine.weights.safetensors_file import Tensor, read, write
 from firstlight.kernels import operators
 from firstlight.kernels.registry_types import Implementation
 from firstlight.workbench.bisect import blame
+from firstlight.workbench.compare import deviation, limit_of, ranking
 from firstlight.workbench.engines import open_engine
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.judge import Case, judge
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.verify import verify
-from tests.checkpoints import TINY, edit_config
+from tests.checkpoints import TINY, edit_config, inputs
 
 Get = Callable[[str], Path]
 
@@ -209,6 +210,22 @@ def test_bfloat16_is_held_against_the_rounding_of_the_reference(checkpoint: Get)
     report = verify(options, reference="transformers")
     assert report.status == "passed", failed(report)
     assert 1e-3 < report.value("random_noise_floor") < 0.2  # type: ignore[operator]
+
+
+def test_company_in_a_batch_is_noise_and_its_flips_are_ties(checkpoint: Get) -> None:
+    """A row alone and among eight in bfloat16: within the rounding, and no flip that is not a near-tie."""
+    given = inputs("llama", batch=1)["input_ids"]
+    with open_engine(EngineOptions(checkpoint=str(checkpoint("llama")), dtype="BF16", device="cpu")) as engine:
+        alone = engine.trace(given)["logits"][0]
+        among = engine.trace(np.concatenate([given, *(inputs("llama", 1, seed)["input_ids"] for seed in range(1, 8))]))
+    limit = limit_of("BF16")
+    assert deviation(among["logits"][0], alone).passes(limit)
+    assert not ranking(among["logits"][0], alone, limit).faults
+    with open_engine(EngineOptions(checkpoint=str(checkpoint("llama")), dtype="F32", device="cpu")) as engine:
+        exact = engine.trace(given)["logits"][0]
+    found = ranking(alone, exact, limit)
+    assert not found.faults
+    assert ranking(np.roll(exact, 1, axis=1), exact, limit).faults, "a real shift is a fault"
 
 
 def test_transformers_may_not_fill_gaps_with_random_numbers(checkpoint: Get, tmp_path: Path) -> None:
