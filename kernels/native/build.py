@@ -137,15 +137,20 @@ def compile_library(path: Path, *flags: str) -> None:
     assert compiler is not None
     assert runtime is not None
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        sources = sorted(KERNELS.glob("*/native.cpp"))
+        objects = [f"{scratch}/{source.parent.name}.o" for source in sources]
+        compile_one = [compiler, *FLAGS, _target(), *flags, "-c"]
+        _run_together([[*compile_one, str(source), "-o", one] for source, one in zip(sources, objects, strict=True)])
+        # Linked without -fopenmp, against the runtime that is loaded: its threads are torch's.
         made = Path(scratch) / path.name
-        object_file = Path(scratch) / "library.o"
-        source = KERNELS / "native" / "library.cpp"
-        for command in (
-            [compiler, *FLAGS, _target(), *flags, "-c", str(source), "-o", str(object_file)],
-            # Linked without -fopenmp, against the runtime that is loaded: its threads are torch's.
-            [compiler, "-shared", str(object_file), str(runtime), "-o", str(made)],
-        ):
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode != 0:
-                raise NativeBuildError(f"{' '.join(command)}\n{result.stderr}")
+        _run_together([[compiler, "-shared", *objects, str(runtime), "-o", str(made)]])
         made.replace(path)
+
+
+def _run_together(commands: list[list[str]]) -> None:
+    """Run commands side by side; the first that fails is a NativeBuildError with what it said."""
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    said = [process.communicate()[1] for process in started]
+    for command, process, words in zip(commands, started, said, strict=True):
+        if process.returncode != 0:
+            raise NativeBuildError(f"{' '.join(command)}\n{words}")
