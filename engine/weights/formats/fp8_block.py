@@ -28,7 +28,7 @@ class Fp8Block(msgspec.Struct, frozen=True):
 
     def layer_key(self, layer: int) -> Hashable:
         """The parts of the layer that stay unquantized."""
-        return frozenset(part for number, part in _exceptions(self.kept) if number == str(layer))
+        return _exceptions(self.kept).get(str(layer))
 
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         """Whether shards of `shape` begin and end between blocks."""
@@ -52,17 +52,39 @@ class Fp8Block(msgspec.Struct, frozen=True):
         return len(param.shape) == 2 and param.role in QUANTIZED_ROLES and not self._is_kept(param)
 
     def _is_kept(self, param: Param) -> bool:
-        layer = re.match(r"layers\.(\d+)\.", param.name)
-        part = param.name.removesuffix(".weight").rsplit(".", 1)[-1]
-        return layer is not None and (layer[1], part) in _exceptions(self.kept)
+        found = re.match(r"layers\.(\d+)\.(.+)", param.name)
+        exceptions = _exceptions(self.kept).get(found[1]) if found else None
+        if not found or not exceptions:
+            return False
+        path = tuple(part for part in found[2].split(".") if not part.isdigit())
+        return any(path[: len(module)] == module for module in exceptions)
+
+
+_OURS = {  # parts of module names in releases -> parts of parameter names here
+    "self_attn": "mixer",
+    "mlp": "ffn",
+    "block_sparse_moe": "ffn",
+    "shared_expert": "shared",
+    "shared_experts": "shared",
+    "gate": "router",
+    "kv_a_proj_with_mqa": "kv_a",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 
 
 @lru_cache(maxsize=8)
-def _exceptions(kept: tuple[str, ...]) -> frozenset[tuple[str, str]]:
-    """(layer, part) of each module that stays unquantized: `model.layers.0.self_attn.q_proj` is ("0", "q")."""
-    found = set()
+def _exceptions(kept: tuple[str, ...]) -> dict[str, frozenset[tuple[str, ...]]]:
+    """By layer, the modules that stay unquantized: `model.layers.0.self_attn.q_proj` is ("mixer", "q") of "0".
+
+    Experts are not told apart: one that is kept counts for all of its layer, so that no plan holds too little.
+    """
+    found: dict[str, set[tuple[str, ...]]] = {}
     for name in kept:
-        layer = re.search(r"layers\.(\d+)\.", name)
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.(.+)", name)
         if layer:
-            found.add((layer[1], name.rsplit(".", 1)[-1].removesuffix("_proj")))
-    return frozenset(found)
+            parts = (part for part in layer[2].split(".") if not part.isdigit())
+            path = tuple(_OURS.get(part, part.removesuffix("_proj")) for part in parts)
+            found.setdefault(layer[1], set()).add(path)
+    return {number: frozenset(paths) for number, paths in found.items()}
