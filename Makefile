@@ -72,6 +72,7 @@ types: install ## mypy on the installed package
 .PHONY: gpu-check
 gpu-check: install ## what needs an accelerator: operators against their references on the device, and the doctor's findings
 	$(BIN)/firstlight doctor
+	$(BIN)/python -m firstlight.kernels.bench --device cuda --check
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 
 .PHONY: bench
