@@ -130,13 +130,13 @@ def _embeddings(
     offset = 0
     for chunk in chunks:
         sequence = held[chunk.number]
-        if sequence.images and chunk.start < _last(sequence.image_spans):
+        if sequence.images and chunk.start >= _last(sequence.image_spans):  # the rest does not need them
+            sequence.features_NH, sequence.images = None, {}
+        if sequence.images:
             if sequence.features_NH is None:
                 sequence.features_NH = encode(tensors_of(sequence.images, device))
             stop = chunk.start + len(chunk.tokens)
             placed += place_features(sequence.image_spans, chunk.start, stop, offset, sequence.features_NH)
-            if stop >= _last(sequence.image_spans):  # the rest of the answer does not need them
-                sequence.features_NH, sequence.images = None, {}
         offset += len(chunk.tokens)
     return tuple(placed)
 

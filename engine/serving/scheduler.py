@@ -47,9 +47,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sequence:
-    """A request on its way: `tokens` is prompt and answer, the first `computed` of them are in the cache."""
+    """A request on its way: `tokens` is prompt and answer, the first `computed` of them are in the cache.
 
-    __slots__ = ("computed", "pages", "prompt_len", "replica", "request", "tokens")
+    `told`: a step that announced it to the ranks was applied.
+    """
+
+    __slots__ = ("computed", "pages", "prompt_len", "replica", "request", "tokens", "told")
 
     def __init__(self, request: Request, replica: int) -> None:
         self.request = request
@@ -57,6 +60,7 @@ class Sequence:
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.computed = 0
+        self.told = False
         self.pages: tuple[int, ...] = ()
 
     @property
@@ -142,7 +146,11 @@ class Scheduler:
         self._sequences[request.number] = sequence
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to compute.
+
+        A plan that is never applied, since its step was interrupted, is planned again: computing it twice changes
+        nothing, and ranks are told again what they may not have heard.
+        """
         if not self._sequences:
             return None
         self._steps += 1
@@ -150,11 +158,14 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Step]:
         """Take in what the step computed; sequences that end by length or end-of-sequence are over."""
-        for part in plan.replicas:
+        for part, replica in zip(plan.replicas, self._replicas, strict=True):
+            del replica.released[: len(part.released)]
+            for admission in part.admitted:
+                if admission.number in self._sequences:  # it may have been finished while the step ran
+                    self._sequences[admission.number].told = True
             for chunk in part.chunks:
-                sequence = self._sequences.get(chunk.number)
-                if sequence is not None:  # it may have been finished while the step ran
-                    sequence.computed = chunk.start + len(chunk.tokens)
+                if chunk.number in self._sequences:
+                    self._sequences[chunk.number].computed = chunk.start + len(chunk.tokens)
         steps = []
         for sampled in result.sampled:
             sequence = self._sequences.get(sampled.number)
@@ -198,13 +209,12 @@ class Scheduler:
         assert known == set(self._sequences), "a sequence is lost"
 
     def _plan(self, replica: _Replica) -> ReplicaPlan:
-        released, replica.released = tuple(replica.released), []
-        admitted = self._admit(replica)
-        return ReplicaPlan(released, admitted, self._chunks(replica))
+        self._admit(replica)
+        new = tuple(_admission(sequence) for sequence in replica.running.values() if not sequence.told)
+        return ReplicaPlan(tuple(replica.released), new, self._chunks(replica))
 
-    def _admit(self, replica: _Replica) -> tuple[Admission, ...]:
+    def _admit(self, replica: _Replica) -> None:
         """Start waiting sequences, in order, while there are places and pages."""
-        admitted = []
         while replica.waiting and len(replica.running) < self.limits.max_batch:
             sequence = replica.waiting[0]
             count = replica.pages.pages_for(sequence.max_len)
@@ -212,12 +222,7 @@ class Scheduler:
                 break
             replica.waiting.popleft()
             sequence.pages = replica.pages.take(count)
-            request = sequence.request
-            replica.running[request.number] = sequence
-            admitted.append(
-                Admission(request.number, sequence.pages, draw_of(request), request.images, request.image_spans)
-            )
-        return tuple(admitted)
+            replica.running[sequence.request.number] = sequence
 
     def _chunks(self, replica: _Replica) -> tuple[Chunk, ...]:
         """Decodes first, then prompts while the budget lasts; in the order of pages, so that neighbours are views."""
@@ -249,6 +254,11 @@ def draw_of(request: Request) -> Draw:
     assert params.seed is not None
     logprobs = params.top_logprobs if params.logprobs else -1
     return Draw(params.temperature, params.top_p, params.top_k, params.seed, logprobs)
+
+
+def _admission(sequence: Sequence) -> Admission:
+    request = sequence.request
+    return Admission(request.number, sequence.pages, draw_of(request), request.images, request.image_spans)
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:

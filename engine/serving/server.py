@@ -298,12 +298,22 @@ class Gate:
                 await _json(body, 401)(scope, receive, send)
                 return
             if self._options.token is None:
-                host = headers.get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
-                if host not in LOOPBACK_NAMES:
-                    body = error_body(f"host {host!r} is not this machine", "invalid_request_error", "bad_host")
+                stranger = _stranger(headers)
+                if stranger:
+                    body = error_body(f"{stranger!r} is not this machine", "invalid_request_error", "bad_host")
                     await _json(body, 403)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
+
+
+def _stranger(headers: dict[bytes, bytes]) -> str | None:
+    """The name in Host or Origin that is not this machine: a page elsewhere that a browser here has opened."""
+    host = headers.get(b"host", b"").decode("latin-1")
+    origin = headers.get(b"origin", b"").decode("latin-1").partition("://")[2]
+    for name in (host, origin) if b"origin" in headers else (host,):
+        if name.rsplit(":", 1)[0] not in LOOPBACK_NAMES:
+            return name or "no name"
+    return None
 
 
 def _may_enter(options: HostOptions, authorization: str) -> bool:

@@ -48,7 +48,7 @@ class Worker:
         self.pulse.at(f"step {plan.number} {plan.phase}")
         for part in plan.replicas:
             for number in part.released:
-                del self._draws[number]
+                self._draws.pop(number, None)  # it may have ended before it was ever announced
             for admission in part.admitted:
                 self._draws[admission.number] = admission.draw
         table_RC = self._run(plan.replicas[self.replica])
@@ -59,7 +59,7 @@ class Worker:
     def _run(self, part: ReplicaPlan) -> Tensor | None:
         """This replica's part: forget, start, compute, choose. The table of chosen tokens, on the sampling rank."""
         for number in part.released:
-            del self._held[number]
+            self._held.pop(number, None)
         for admission in part.admitted:
             self._held[admission.number] = Held.of(admission)
         if not part.chunks:

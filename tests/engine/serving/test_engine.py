@@ -137,6 +137,29 @@ def test_closing_the_iterator_frees_the_pages(engine: Engine) -> None:
     assert engine.scheduler.free_pages == engine.scheduler.limits.num_pages
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_in_a_step_leaves_the_engine_usable(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """What Ctrl-C in a notebook does: the interrupted request is dropped, those beside it go on unharmed."""
+    beside = engine.submit(PROMPTS[2], params=greedy())
+    execute, left = engine.worker.execute, [2]
+
+    def interrupted(plan: Any) -> Any:
+        left[0] -= 1
+        result = execute(plan) if when == "after" or left[0] >= 0 else None
+        if left[0] < 0:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine.worker, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.complete(PROMPTS[0], params=greedy())
+    assert list(completion_of(engine._read(beside)).tokens) == expected[2]
+    assert list(engine.complete(PROMPTS[3], params=greedy()).tokens) == expected[3]
+
+
 def test_too_long_a_request_is_refused_and_others_go_on(engine: Engine, expected: list[list[int]]) -> None:
     stream = engine.submit(PROMPTS[0], params=greedy())
     with pytest.raises(Refused, match="context-too-long"):

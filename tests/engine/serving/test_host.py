@@ -216,6 +216,9 @@ def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_pat
         assert httpx.get(f"{host.url}/v1/models").status_code == 200
         rebound = httpx.get(f"{host.url}/v1/models", headers={"Host": "evil.example"})
         assert rebound.status_code == 403
+        forged = httpx.post(f"{host.url}/admin/stop", headers={"Origin": "https://evil.example"})
+        assert forged.status_code == 403
+        assert httpx.get(f"{host.url}/v1/models", headers={"Origin": host.url}).status_code == 200
         taken = int(host.url.rpartition(":")[2])
         second = Host.start(checkpoint("llama"), run_dir=tmp_path / "two", http=HostOptions(port=taken))
         with second, pytest.raises(Refused, match="cannot listen"):

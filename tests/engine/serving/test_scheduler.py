@@ -42,21 +42,32 @@ class Recorder:
         limits = self.scheduler.limits
         for index, part in enumerate(plan.replicas):
             for number in part.released:
-                assert self.replica.pop(number) == index
-                del self.computed[number], self.pages[number]
+                if number in self.replica:
+                    assert self.replica.pop(number) == index
+                    del self.computed[number], self.pages[number]
             for admission in part.admitted:
-                held = {page for n, pages in self.pages.items() if self.replica[n] == index for page in pages}
+                held = {
+                    page
+                    for number, pages in self.pages.items()
+                    if self.replica[number] == index and number != admission.number
+                    for page in pages
+                }
                 assert not held & set(admission.pages), "a page is given out twice"
                 self.computed[admission.number] = 0
                 self.pages[admission.number] = admission.pages
                 self.replica[admission.number] = index
-                self.started.append(admission.number)
+                self.started += [admission.number] if admission.number not in self.started else []
             assert part.num_tokens <= limits.token_budget
             assert len(part.chunks) <= limits.max_batch
             for chunk in part.chunks:
                 assert chunk.start == self.computed[chunk.number], "a token is skipped or computed twice"
                 self.computed[chunk.number] += len(chunk.tokens)
                 assert self.computed[chunk.number] <= len(self.pages[chunk.number]) * limits.page_size
+
+    def forget(self, plan: StepPlan) -> None:
+        for part in plan.replicas:
+            for chunk in part.chunks:
+                self.computed[chunk.number] = chunk.start
 
 
 def run_dry(scheduler: Scheduler, most_steps: int) -> int:
@@ -82,13 +93,20 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 20))
     replicas=st.integers(1, 3),
     budget=st.integers(5, 40),
     ends=st.lists(st.booleans(), max_size=60),
+    interrupts=st.lists(st.sampled_from(["no", "before", "after"]), max_size=20),
 )
 def test_random_traffic(
-    wishes: Sequence[tuple[int, int]], aborts: Sequence[int], replicas: int, budget: int, ends: Sequence[bool]
+    wishes: Sequence[tuple[int, int]],
+    aborts: Sequence[int],
+    replicas: int,
+    budget: int,
+    ends: Sequence[bool],
+    interrupts: Sequence[str],
 ) -> None:
+    """Requests come in twos, are aborted while a step runs, end early; steps are interrupted and planned again."""
     scheduler = Scheduler(limits(replicas=replicas, token_budget=budget), frozenset({EOS}))
     recorder = Recorder(scheduler)
-    to_abort, to_end, arrivals = list(aborts), list(ends), list(enumerate(wishes))
+    to_abort, to_end, arrivals, breaks = list(aborts), list(ends), list(enumerate(wishes)), list(interrupts)
     generated: dict[int, int] = {}
     steps = 0
     while arrivals or scheduler.has_work:
@@ -98,7 +116,13 @@ def test_random_traffic(
         scheduler.check()
         plan = scheduler.schedule()
         assert plan is not None
+        interrupted = breaks.pop() if breaks else "no"
+        if interrupted == "before":  # before the ranks heard of it
+            continue
         recorder.follow(plan)
+        if interrupted == "after":  # before its result was taken in: the same tokens are computed again
+            recorder.forget(plan)
+            continue
         result = answer(plan, EOS if to_end and to_end.pop() else 7)
         if to_abort:  # while the step runs
             scheduler.finish(to_abort.pop())

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from io import BytesIO
 from typing import Any
 
@@ -186,6 +187,38 @@ def test_a_bad_picture_is_400_and_others_are_unaffected(client: openai.OpenAI, n
     assert "found:" in caught.value.message
 
 
+def odd_pictures() -> dict[str, str]:
+    """Pictures that are unusual and still pictures."""
+    hidden = Image.effect_noise((40, 30), 90).convert("RGBA")
+    hidden.putalpha(0)
+    frames = [Image.new("P", (20, 20), colour) for colour in range(3)]
+    animated = BytesIO()
+    frames[0].save(animated, format="GIF", save_all=True, append_images=frames[1:])
+    return {
+        "one pixel": data_url(png(Image.new("RGB", (1, 1)))),
+        "wide": data_url(png(Image.new("L", (500, 2)))),
+        "tall": data_url(png(Image.new("RGB", (1, 10000)))),
+        "noise under alpha 0": data_url(png(hidden)),
+        "grey of 16 bits": data_url(png(Image.new("I;16", (30, 30), 30000))),
+        "animated": data_url(animated.getvalue()),
+    }
+
+
+def test_odd_pictures_are_seen_or_refused_but_never_left_out(raw: httpx.Client) -> None:
+    def ask(url: str) -> httpx.Response:
+        body = {"model": MODEL, "messages": picture_turn(url), "max_tokens": 2, "temperature": 0}
+        return raw.post("/v1/chat/completions", json=body)
+
+    tokens = ask(CAT).json()["usage"]["prompt_tokens"]
+    for name, url in odd_pictures().items():
+        answer = ask(url)
+        assert answer.status_code in (200, 400), f"{name}: {answer.text}"
+        if answer.status_code == 200:
+            assert answer.json()["usage"]["prompt_tokens"] == tokens, name
+        else:
+            assert "expected:" in answer.json()["error"]["message"], name
+
+
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
@@ -240,12 +273,17 @@ def test_the_token_is_checked(host: Host) -> None:
 
 def test_a_client_that_leaves_frees_its_pages(host: Host, raw: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-    with raw.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-        next(answer.iter_lines())
-        assert raw.get("/health").json()["running"] == 1
+    with ExitStack() as streams:
+        answers = [
+            streams.enter_context(raw.stream("POST", "/v1/completions", json=body | {"stream": True}))
+            for _ in range(48)  # three times what runs at once
+        ]
+        next(answers[0].iter_lines())
+        health = raw.get("/health").json()
+        assert health["running"] + health["waiting"] > 0
     with pytest.raises(httpx.ReadTimeout):
         raw.post("/v1/completions", json=body, timeout=0.05)
-    until = time.monotonic() + 2
+    until = time.monotonic() + 1.0
     while (health := raw.get("/health").json())["running"] + health["waiting"]:
         assert time.monotonic() < until, "the requests of clients that left still run"
         time.sleep(0.01)
