@@ -6,6 +6,7 @@ Legend: T rows, H input width, F output width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor
 from firstlight.kernels.native.build import function, has_bf16_dot
 from firstlight.kernels.signatures import PreparedLinear
 
-MANY_ROWS = 32  # from here on arithmetic decides, and without bfloat16 dot products torch's own is faster
+MANY_ROWS = 32  # from here on arithmetic decides, not memory
 
 
 def prepare(weight_FH: Tensor, bias_F: Tensor | None = None, row_counts: Sequence[int] = (1,)) -> PreparedLinear:
@@ -37,7 +38,7 @@ class NativeLinear:
         self._weight_address = weight_FH.data_ptr()
         self._bias_address = None if bias_F is None else bias_F.data_ptr()
         self._out, self._H = weight_FH.shape
-        self._many_rows = None if has_bf16_dot() else MANY_ROWS
+        self._many_rows = None if multiplies_as_fast_as_torch() else MANY_ROWS
         self._function = function("linear", "ppppllli")
 
     def __call__(self, x_TH: Tensor) -> Tensor:
@@ -54,3 +55,9 @@ class NativeLinear:
             T, self._out, H, torch.get_num_threads(),
         )  # fmt: skip
         return y_TF
+
+
+@cache
+def multiplies_as_fast_as_torch() -> bool:
+    """Whether many rows are served here: not without bfloat16 dot products, nor where oneDNN has AMX tiles."""
+    return has_bf16_dot() and not torch.cpu._is_amx_tile_supported()
