@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -18,6 +18,7 @@ from firstlight.engine.weights.memory import Pool, PoolReport, aligned, writable
 from firstlight.engine.weights.readers import read_pieces
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+NARROW_BYTES = 4 << 10  # a share of a row worth a read of its own, where as much beside it would be read in vain
 STAGING_BYTES = 16 << 20  # what may be in memory besides the weights while pieces are converted or cut
 
 
@@ -36,13 +37,17 @@ Progress = Callable[[LoadProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A rank's weights: tensors by storage name and by parameter name (views of the former), and how they came."""
+    """A rank's weights: tensors by storage name and by parameter name (views of the former), and how they came.
+
+    `bytes_read` exceeds `bytes_needed`, both as stored, where shares of narrow rows are cut out of whole rows.
+    """
 
     storages: dict[str, Tensor]
     params: dict[str, Tensor]
     pieces: RankPieces
     pool: PoolReport
     bytes_read: int
+    bytes_needed: int
     read_s: float
     tied_head: bool
     pools: tuple[Pool, ...] = field(repr=False, default=())
@@ -86,6 +91,7 @@ def load(
         pieces=pieces,
         pool=pool.report(),
         bytes_read=done,
+        bytes_needed=sum(_needed_bytes(checkpoint, piece) for piece in pieces.pieces),
         read_s=time.perf_counter() - started,
         tied_head=pieces.tied_head,
         pools=(pool,),
@@ -109,41 +115,76 @@ def _place(storages: dict[str, Tensor], piece: Piece) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Rows [start, stop) of the first dim that varies, with everything below it: one run of bytes in the file."""
+    """Rows [start, stop) of the first dim that varies: whole rows are one run of bytes in the file.
+
+    Of wide rows only a share is read, `span_bytes` of each `row_bytes`: the bounds `inner` of the dim below.
+    `offset_bytes` is where the first row, or the share of it, lies in the file.
+    """
 
     dim: int
     start: int
     stop: int
     row_bytes: int
     offset_bytes: int
+    span_bytes: int
+    inner: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
-        return (self.stop - self.start) * self.row_bytes
+        return (self.stop - self.start) * self.span_bytes
+
+    def part(self, start: int, stop: int) -> _Run:
+        """Rows [start, stop) of it."""
+        return replace(
+            self, start=start, stop=stop, offset_bytes=self.offset_bytes + (start - self.start) * self.row_bytes
+        )
+
+    def reads(self, path: str, target: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+        """The reads that fill `target`: one, or one a row."""
+        if self.inner is None:
+            yield path, self.offset_bytes, target
+            return
+        for row in range(self.stop - self.start):
+            share = target[row * self.span_bytes : (row + 1) * self.span_bytes]
+            yield path, self.offset_bytes + row * self.row_bytes, share
 
 
 def _cover(checkpoint: Checkpoint, piece: Piece) -> _Run:
-    """The smallest run of whole rows that holds the piece's region."""
+    """The smallest run of whole rows that holds the piece's region, or of shares of rows where they are wide."""
     info = checkpoint.tensors[piece.tensor]
     dim = next((d for d, (start, stop, _) in enumerate(piece.region) if stop - start != 1), len(piece.region) - 1)
     if dim < 0:  # a scalar
-        return _Run(0, 0, 1, info.nbytes, info.offset_bytes)
-    below = math.prod(info.shape[dim + 1 :]) * DTYPE_BITS[info.dtype] // 8
+        return _Run(0, 0, 1, info.nbytes, info.offset_bytes, info.nbytes)
+    item = DTYPE_BITS[info.dtype] // 8
+    row = math.prod(info.shape[dim + 1 :]) * item
     lead = 0
     for size, (start, _, _) in zip(info.shape[:dim], piece.region[:dim], strict=True):
         lead = lead * size + start
     start, stop, _ = piece.region[dim]
-    first = (lead * info.shape[dim] + start) * below
-    return _Run(dim, start, stop, below, info.offset_bytes + first)
+    first = info.offset_bytes + (lead * info.shape[dim] + start) * row
+    if dim + 1 < len(info.shape):
+        low, high, _ = piece.region[dim + 1]
+        unit = math.prod(info.shape[dim + 2 :]) * item
+        span = (high - low) * unit
+        if span >= NARROW_BYTES and row - span >= NARROW_BYTES:
+            return _Run(dim, start, stop, row, first + low * unit, span, (low, high))
+    return _Run(dim, start, stop, row, first, row)
 
 
 def _is_whole(checkpoint: Checkpoint, piece: Piece, run: _Run) -> bool:
     """Whether the covering run is exactly the region, in order."""
-    shape = checkpoint.tensors[piece.tensor].shape
+    shape = list(checkpoint.tensors[piece.tensor].shape)
+    if run.inner is not None:
+        shape[run.dim + 1] = run.inner[1] - run.inner[0]
     below = all(
-        cut == (0, size, 1) for cut, size in zip(piece.region[run.dim + 1 :], shape[run.dim + 1 :], strict=True)
+        step == 1 and stop - start == size
+        for (start, stop, step), size in zip(piece.region[run.dim + 1 :], shape[run.dim + 1 :], strict=True)
     )
     return below and not piece.transpose and (not piece.region or piece.region[run.dim][2] == 1)
+
+
+def _needed_bytes(checkpoint: Checkpoint, piece: Piece) -> int:
+    return math.prod(piece.shape) * DTYPE_BITS[checkpoint.tensors[piece.tensor].dtype] // 8
 
 
 def _read_bytes(checkpoint: Checkpoint, piece: Piece) -> int:
@@ -163,7 +204,7 @@ def _fill(
         same_dtype = TORCH_DTYPES[checkpoint.tensors[piece.tensor].dtype] == place.dtype
         if device.type == "cpu" and same_dtype and place.is_contiguous() and _is_whole(checkpoint, piece, run):
             path = str(checkpoint.path(checkpoint.tensors[piece.tensor].file))
-            direct.append((path, run.offset_bytes, writable_bytes(place)))
+            direct.extend(run.reads(path, writable_bytes(place)))
         else:
             staged.append((piece, run))
     if direct:
@@ -175,19 +216,11 @@ def _fill(
 def _chunks(staged: Iterable[tuple[Piece, _Run]]) -> Iterator[tuple[Piece, _Run, int]]:
     """Runs cut so that none exceeds the staging buffer; with each, how many rows of its run came before."""
     for piece, run in staged:
-        rows = max(1, STAGING_BYTES // max(1, run.row_bytes))
+        rows = max(1, STAGING_BYTES // max(1, run.span_bytes))
         step = piece.region[run.dim][2] if piece.region else 1
         rows = max(step, rows - rows % step)
         for start in range(run.start, run.stop, rows):
-            skipped = start - run.start
-            part = _Run(
-                run.dim,
-                start,
-                min(start + rows, run.stop),
-                run.row_bytes,
-                run.offset_bytes + skipped * run.row_bytes,
-            )
-            yield piece, part, skipped
+            yield piece, run.part(start, min(start + rows, run.stop)), start - run.start
 
 
 def _batches(chunks: Iterable[tuple[Piece, _Run, int]]) -> Iterator[list[tuple[Piece, _Run, int]]]:
@@ -213,11 +246,12 @@ def _fill_staged(
     """Reads a batch of runs into a staging buffer, then cuts, converts and copies each to its place."""
     size = sum(aligned(run.nbytes) for _, run, _ in batch)
     staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    reads, views, start = [], [], 0
+    reads: list[tuple[str, int, memoryview]] = []
+    views, start = [], 0
     for piece, run, _ in batch:
         view = staging[start : start + run.nbytes]
         info = checkpoint.tensors[piece.tensor]
-        reads.append((str(checkpoint.path(info.file)), run.offset_bytes, writable_bytes(view)))
+        reads.extend(run.reads(str(checkpoint.path(info.file)), writable_bytes(view)))
         views.append(view)
         start += aligned(run.nbytes)
     delivered = read_pieces(reads, threads)
@@ -231,9 +265,13 @@ def _copy(checkpoint: Checkpoint, piece: Piece, run: _Run, skipped: int, raw: Te
     if not info.shape:
         place.copy_(raw.view(TORCH_DTYPES[info.dtype]).view(()))
         return
-    rows = raw.view(TORCH_DTYPES[info.dtype]).view(run.stop - run.start, *info.shape[run.dim + 1 :])
+    shape, region = list(info.shape[run.dim + 1 :]), list(piece.region[run.dim + 1 :])
+    if run.inner is not None:  # the share of each row was read alone: bounds count from its start
+        low, high = run.inner
+        shape[0], region[0] = high - low, (0, high - low, region[0][2])
+    rows = raw.view(TORCH_DTYPES[info.dtype]).view(run.stop - run.start, *shape)
     step = piece.region[run.dim][2]
-    below = tuple(slice(start, stop, by) for start, stop, by in piece.region[run.dim + 1 :])
+    below = tuple(slice(start, stop, by) for start, stop, by in region)
     values = rows[(slice(None, None, step), *below)]
     first = skipped // step
     target = place.mT if piece.transpose else place
