@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a launcher such as torchrun put this process."""
+    """Where a launcher such as torchrun put this process; `has_store`: the launcher itself holds the store of ranks."""
 
     rank: int
     world_size: int
@@ -42,6 +42,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     address: str
     port: int
+    has_store: bool
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -81,6 +82,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(env, "MASTER_PORT", 29500),
+        has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

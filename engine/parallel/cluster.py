@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's place: its number, its number on its machine, and where the store is that all ranks meet at."""
+    """A rank's place: its number, its number on its machine, and where the store is that all ranks meet at.
+
+    `keeps_store`: this rank's process is where the store is.
+    """
 
     rank: int
     world_size: int
@@ -23,6 +26,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     address: str
     port: int
+    keeps_store: bool = False
 
 
 def place_from_environment(world_size: int) -> Place | None:
@@ -47,6 +51,7 @@ def place_from_environment(world_size: int) -> Place | None:
         local_world_size=launch.local_world_size,
         address=launch.address,
         port=launch.port,
+        keeps_store=launch.rank == 0 and not launch.has_store,
     )
 
 

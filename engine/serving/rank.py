@@ -12,7 +12,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.parallel.cluster import Place, backend_of
+from firstlight.engine.parallel.cluster import Place, backend_of, place_from_environment
 from firstlight.engine.parallel.comm import CommFailure, Comms
 from firstlight.engine.serving.boot import bring_up, device_of, ping
 from firstlight.engine.serving.control import Control
@@ -44,6 +44,15 @@ def run_rank(order: Order, index: int, line: Line) -> int:
     return RankProcess(order.engine, order.host, place, line).run()
 
 
+def serve_launched(engine: EngineOptions, host: HostOptions) -> int | None:
+    """Be the rank that a launcher (torchrun, srun, ...) started this process as, until the engine is stopped.
+
+    Returns the exit status; None if no launcher did. Rank 0 prints the url and watches the others.
+    """
+    place = place_from_environment(engine.mesh.world_size)
+    return None if place is None else RankProcess(engine, host, place, None).run()
+
+
 class RankProcess:
     """One rank, with a supervisor at the other end of `line` or, started by a launcher, without one."""
 
@@ -68,6 +77,7 @@ class RankProcess:
         return 0
 
     def _work(self) -> None:
+        kept = self._store(keep=True) if self.place.keeps_store else None
         start_beating(self.pulse, self._store(), self.host.beat_period_s)
         if self.desk is not None:
             self._open_desk(self.desk)
@@ -94,6 +104,9 @@ class RankProcess:
             self.pulse.enter("ready")
             self.pulse.at("idle")
             follow(worker, control)
+        store.set(f"left/{self.place.rank}", "1")
+        if kept is not None:  # the others still talk to it
+            kept.wait([f"left/{rank}" for rank in range(mesh.world_size)], STORE_TIMEOUT)
         Comms.disconnect()
 
     def _serve(self, desk: Desk, engine: Engine) -> None:
@@ -163,12 +176,12 @@ class RankProcess:
         elif note.url is not None:
             print(note.url, file=sys.stderr, flush=True)
 
-    def _store(self) -> TCPStore:
-        """A connection of its own: a waiting call must not hold up a beat."""
+    def _store(self, keep: bool = False) -> TCPStore:
+        """A connection of its own: a waiting call must not hold up a beat. `keep`: the store itself is here."""
         return TCPStore(
             self.place.address,
             self.place.port,
-            is_master=False,
+            is_master=keep,
             wait_for_workers=False,
             timeout=STORE_TIMEOUT,
         )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.request import SamplingParams
@@ -245,6 +247,70 @@ def test_every_mesh_gives_the_tokens_and_traces_of_one_rank(checkpoint: Get, tmp
         np.testing.assert_allclose(found[name], value, atol=1e-4 * np.abs(value).max(), err_msg=name)
     assert tokens == {answer.tokens}
     np.testing.assert_allclose(forced["hidden.2"], wanted["hidden.2"], atol=1e-4 * np.abs(wanted["hidden.2"]).max())
+
+
+LAUNCHED = """
+import sys
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.options import EngineOptions, HostOptions
+from firstlight.engine.serving.rank import serve_launched
+options = EngineOptions(checkpoint=sys.argv[1], mesh=Mesh(tp=2), threads=2)
+raise SystemExit(serve_launched(options, HostOptions(deadline_s=2.0, beat_period_s=0.1, linger_s=1.0)))
+"""
+
+
+def launched(path: Path, port: int) -> list[subprocess.Popen[str]]:
+    """Two ranks with the environment that a launcher gives them, and no supervisor."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCHED, str(path)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def test_ranks_of_a_launcher_serve_watch_and_leave(checkpoint: Get) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for end in ("stop", "lost"):
+        ranks = launched(checkpoint("llama"), port)
+        try:
+            assert ranks[0].stderr is not None
+            url = next(line.strip() for line in ranks[0].stderr if line.startswith("http"))
+            with EngineClient(url) as client:
+                while not client.health().is_ready:
+                    time.sleep(0.05)
+                assert (
+                    len(client.complete([3, 4], params=SamplingParams(max_new_tokens=4, ignore_eos=True)).tokens) == 4
+                )
+                if end == "stop":
+                    client.stop()
+                    assert [rank.wait(10) for rank in ranks] == [0, 0]
+                    continue
+                ranks[1].send_signal(signal.SIGSTOP)
+                lost = time.monotonic()
+                while (health := client.health()).is_ready:
+                    assert time.monotonic() - lost < DEADLINE_S + 2.0
+                    time.sleep(0.05)
+                assert health.failure is not None
+                assert health.failure.rank == 1
+                assert ranks[0].wait(10) == 1
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+                if rank.stderr is not None:
+                    rank.stderr.close()
 
 
 def test_a_host_that_cannot_start_says_so(tmp_path: Path) -> None:
