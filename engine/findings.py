@@ -97,7 +97,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"expected: {self.expected}; found: {self.found}")
         if self.next:
             parts.append(f"next: {self.next}")
-        return "\n  ".join(parts)
+        return "\n  ".join(map(printable, parts))
+
+
+def printable(text: str) -> str:
+    """`text` with control and direction characters spelt out; line ends stay. For names that come from files."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def fatal(code: str, message: str, **fields: object) -> Finding:
