@@ -174,19 +174,27 @@ def missing_findings(
     unconsumed: list[str],
     tensors: Mapping[str, TensorInfo],
     tied_head: bool,
+    lost: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """Parameters without a tensor, with how many of the same pattern have one, and where they might be."""
+    """Parameters without a tensor, with how many of the same pattern have one, and where they might be.
+
+    `lost`: parameter -> the file, absent or broken, that should have held it.
+    """
     everything, candidates = by_pattern(params), by_pattern(unconsumed)
     for pattern, names in by_pattern(missing).items():
         total = len(everything[pattern])
+        files = sorted({lost[name] for name in names if name in lost})
         way = "find the tensors under another name and add a weight rule; values are never made up"
-        if near := _nearest(pattern, names, params, candidates, tensors):
+        if files:
+            way = f"fetch {', '.join(files)} again, where the index places them"
+        elif near := _nearest(pattern, names, params, candidates, tensors):
             way = f"perhaps {near}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
         elif names == ["head.weight"] and not tied_head and "embed.weight" not in missing:
             way = "fetch the shard with the output head; if the release ties it, tie_word_embeddings must say so"
         yield fatal(
             "missing-tensor",
             f"{pattern_range(pattern, names)}: {total - len(names):,} of {total:,} parameters filled",
+            file=files[0] if files else None,
             tensors=tuple(names),
             expected=f"{total:,} filled",
             found=f"{total - len(names):,} filled",

@@ -75,7 +75,22 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher) -> Ledger
     for tensor in checkpoint.tensors.values():
         book.enter(tensor, matcher.match(tensor.name))
     book.settle_head(spec)
-    return book.close(spec)
+    return book.close(spec, _lost(checkpoint, matcher, params))
+
+
+def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param]) -> dict[str, str]:
+    """Parameters whose tensors are in files that are absent or broken, as the index has it: parameter -> file."""
+    found: dict[str, str] = {}
+    for finding in checkpoint.findings:
+        for name in finding.tensors if finding.severity == "fatal" and finding.file else ():
+            match = matcher.match(name) if name not in checkpoint.tensors else None
+            for param in match.params if match else ():
+                if "{e}" not in param:
+                    found[param] = finding.file or ""
+                    continue
+                start, end = param.split("{e}", 1)
+                found.update((p, finding.file or "") for p in params if p.startswith(start) and p.endswith(end))
+    return found
 
 
 class _Book:
@@ -160,14 +175,14 @@ class _Book:
             )
         )
 
-    def close(self, spec: ModelSpec) -> Ledger:
+    def close(self, spec: ModelSpec, lost: Mapping[str, str]) -> Ledger:
         missing = tuple(name for name in self.params if name not in self.sources)
         tensors = self.checkpoint.tensors
         self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
         self.findings.extend(twice_findings(self.twice, self.sources, tensors))
         scales, unknown = split_scales(self.unconsumed, tensors)
         self.findings.extend(scale_findings(scales, self.consumed, tensors))
-        self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head))
+        self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head, lost))
         self.findings.extend(unconsumed_findings(unknown))
         return Ledger(
             sources=self.sources,

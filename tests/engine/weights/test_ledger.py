@@ -183,6 +183,17 @@ def test_left_out_with_a_reason(llama: Path) -> None:
     assert ledger.left_out == {name: "recomputed from the configuration"}
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_a_missing_shard_held_is_not_looked_for_elsewhere(stacked: bool, tmp_path: Path) -> None:
+    synthesize(MOE, tmp_path, shards=3, fused=stacked)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    found = fatal(settle(tmp_path))
+    assert {finding.code for finding in found} == {"missing-tensor"}
+    for finding in found:
+        assert finding.file == "model-00002-of-00003.safetensors"
+        assert finding.next == "fetch model-00002-of-00003.safetensors again, where the index places them"
+
+
 # Shapes
 
 
