@@ -67,14 +67,15 @@ class Pool:
         threads: int | None = None,
         huge_pages: bool = True,
         populate: bool = True,
+        slow_huge_page_s: float = SLOW_HUGE_PAGE_S,
     ) -> Pool:
         """Reserve `nbytes`; with `populate` every page is backed now, by `threads` threads (default: torch's).
 
         Without it a page is backed when it is first written to. On CPUs the range is anonymous memory that starts on a
         huge page and asks for them (`madvise(MADV_HUGEPAGE)`); `report()` tells whether they were given. Where they
-        take too long, the rest is backed by small pages, which the kernel joins later. Elsewhere it is one allocation
-        of torch. Contents are zero on CPUs, undefined elsewhere. Each tensor is aligned to 64 bytes: ask for the sum
-        of `aligned(nbytes)` over them.
+        take longer than `slow_huge_page_s` each, the rest is backed by small pages, which the kernel joins later.
+        Elsewhere it is one allocation of torch. Contents are zero on CPUs, undefined elsewhere. Each tensor is aligned
+        to 64 bytes: ask for the sum of `aligned(nbytes)` over them.
 
         Raises:
             Refused: the device does not have that much memory.
@@ -82,7 +83,9 @@ class Pool:
         device = torch.device(device)
         started = time.perf_counter()
         if device.type == "cpu":
-            data_N, reason = _reserve_pages(nbytes, name, threads or torch.get_num_threads(), huge_pages, populate)
+            data_N, reason = _reserve_pages(
+                nbytes, name, threads or torch.get_num_threads(), huge_pages, populate, slow_huge_page_s
+            )
         else:
             data_N, reason = _reserve_on_device(nbytes, name, device), None
         return cls(name, data_N, time.perf_counter() - started, reason)
@@ -187,7 +190,9 @@ def measure_read_bandwidth(nbytes: int = 256 << 20, repeats: int = 7, huge_pages
 
     The best of `repeats` sums over `nbytes` that no cache holds, as int64: one vector addition for each load.
     """
-    data_N = Pool.reserve(nbytes, "bandwidth", huge_pages=huge_pages).take((nbytes // 8,), torch.int64)
+    data_N = Pool.reserve(nbytes, "bandwidth", huge_pages=huge_pages, slow_huge_page_s=math.inf).take(
+        (nbytes // 8,), torch.int64
+    )
     best_s = math.inf
     for _ in range(repeats):
         started = time.perf_counter()
@@ -204,7 +209,7 @@ def _reserve_on_device(nbytes: int, name: str, device: torch.device) -> torch.Te
 
 
 def _reserve_pages(
-    nbytes: int, name: str, threads: int, huge_pages: bool, populate: bool
+    nbytes: int, name: str, threads: int, huge_pages: bool, populate: bool, slow_huge_page_s: float
 ) -> tuple[torch.Tensor, str | None]:
     """Zeroed anonymous memory as uint8 [nbytes] that starts on a huge page, and why huge pages were not waited for."""
     available = available_bytes()
@@ -220,7 +225,7 @@ def _reserve_pages(
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
     pages = _Pages(area, HUGE_PAGE_BYTES - address % HUGE_PAGE_BYTES, length)
     pages.ask_for_huge(huge_pages)
-    reason = pages.back(threads) if populate else None
+    reason = pages.back(threads, slow_huge_page_s) if populate else None
     return torch.frombuffer(area, dtype=torch.uint8, offset=pages.start, count=max(1, nbytes))[:nbytes], reason
 
 
@@ -240,11 +245,11 @@ class _Pages:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.area.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE, self.start, self.length)
 
-    def back(self, threads: int) -> str | None:
+    def back(self, threads: int, slow_huge_page_s: float) -> str | None:
         """Have the system back all of the range now, a part per thread; why, if huge pages were not waited for."""
         part = max(1, -(-self.length // threads // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
         todo = [range(at, min(at + part, self.length), HUGE_PAGE_BYTES) for at in range(0, self.length, part)]
-        pace = _Pace()
+        pace = _Pace(slow_huge_page_s)
         done = self._in_threads([partial(self._back_at_pace, one, pace) for one in todo])
         if not pace.is_slow():
             return None
@@ -301,11 +306,12 @@ class _Pace:
     from memory that is there. A few slow ones mean nothing: the thread was interrupted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slow_s: float) -> None:
+        self.slow_s = slow_s
         self.took_s: list[float] = []
 
     def is_slow(self) -> bool:
-        slow = sum(1 for took_s in self.took_s if took_s > SLOW_HUGE_PAGE_S)
+        slow = sum(1 for took_s in self.took_s if took_s > self.slow_s)
         return slow >= 4 and slow * 3 >= len(self.took_s)
 
     def mean_s(self) -> float:

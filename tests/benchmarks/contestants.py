@@ -21,9 +21,10 @@ class Contestant(Protocol):
         """Seconds from a prompt to its first token."""
 
 
-def prompt_ids(index: int, tokens: int) -> list[int]:
-    """A prompt of plain words: ids that are neither special nor equal in all sequences."""
-    return [1000 + (index * 7919 + position * 104_729) % 20_000 for position in range(tokens)]
+def prompt_ids(index: int, tokens: int, vocab_size: int) -> list[int]:
+    """A prompt of ids from the middle of the vocabulary, not equal in all sequences."""
+    first, count = vocab_size // 10, vocab_size // 2
+    return [first + (index * 7919 + position * 104_729) % count for position in range(tokens)]
 
 
 class Firstlight:
@@ -68,7 +69,8 @@ class Firstlight:
         from firstlight.engine.serving.request import SamplingParams
 
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        return self.engine.submit(prompt_ids(index, prompt_tokens), params=params, chat=False)
+        vocab_size = self.engine.worker.rank.spec.vocab_size
+        return self.engine.submit(prompt_ids(index, prompt_tokens, vocab_size), params=params, chat=False)
 
 
 class Transformers:
@@ -91,7 +93,8 @@ class Transformers:
 
     def _generate(self, batch: int, prompt_tokens: int, new_tokens: int) -> list[float]:
         """When each step had its tokens."""
-        ids = torch.tensor([prompt_ids(index, prompt_tokens) for index in range(batch)])
+        vocab_size = self.model.config.vocab_size
+        ids = torch.tensor([prompt_ids(index, prompt_tokens, vocab_size) for index in range(batch)])
         times: list[float] = []
 
         def note_time(input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
