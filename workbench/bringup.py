@@ -280,7 +280,7 @@ class Bringup:
         folder = self.run.directory / ENGINE_FOLDER
         self.host = start_host(self.options, progress, run_dir=folder, detached=self.detached)
         duration_s = time.perf_counter() - started_s
-        report = start_report(self.host.client(), duration_s, f"host in {folder}")
+        report = start_report(self.host.client(), duration_s, f"host in {folder}", self.host.url)
         return msgspec.structs.replace(report, duration_s=duration_s)
 
     def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:

@@ -19,12 +19,23 @@ PACKAGES = ("firstlight", "torch", "triton", "transformers", "safetensors", "tok
 def environment() -> dict[str, Any]:
     """Everything a reader of a report needs to judge and to repeat it."""
     return {
-        "command": shlex.join(["firstlight", *sys.argv[1:]]) if _is_command_line() else "",
+        "command": command_line() if _is_command_line() else "",
         **_machine(),
         "commit": commit(),
         "versions": versions(),
         **_torch(),
     }
+
+
+def command_line() -> str:
+    """The command as it was given, but for secrets."""
+    words = list(sys.argv[1:])
+    for index, word in enumerate(words):
+        if word.startswith("--token="):
+            words[index] = "--token=..."
+        elif index and words[index - 1] == "--token":
+            words[index] = "..."
+    return shlex.join(["firstlight", *words])
 
 
 @cache

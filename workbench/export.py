@@ -15,7 +15,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.workbench.plan import read_config
-from firstlight.workbench.report import Draft, Report, finite, write_atomically
+from firstlight.workbench.report import Check, Draft, Report, Value, finite, write_atomically
 from firstlight.workbench.runs import LADDER, STANDS_ON, Run
 
 LEFT_OUT = ("engine",)  # the host's own folder: its handle holds a token
@@ -97,16 +97,21 @@ def _entry(report: Report) -> dict[str, Any]:
         **({"forced": True} if report.forced else {}),
         "checks": [_words(check) for check in report.checks],
         "figures": {
-            name: f"{metric.value} {metric.unit}".strip()
+            name: f"{_figure(metric.value)} {metric.unit}".strip()
             for name, metric in report.metrics.items()
             if metric.value is not None
         },
     }
 
 
-def _words(check: Any) -> str:
-    value = "" if check.value is None else f": {check.value} {check.unit}".rstrip()
-    limit = "" if check.limit is None else f" (limit {check.limit})"
+def _figure(value: Value) -> Value:
+    """Six digits are enough to compare by."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _words(check: Check) -> str:
+    value = "" if check.value is None else f": {_figure(check.value)} {check.unit}".rstrip()
+    limit = "" if check.limit is None else f" (limit {_figure(check.limit)})"
     return f"{check.status}: {check.name}{value}{limit}"
 
 

@@ -25,7 +25,7 @@ BAR_WIDTH = 20
 
 @dataclass
 class Face:
-    """Where output goes. `quiet` leaves refusals and faults; with `json_on_stdout` the human's part moves to standard error."""
+    """Where output goes; `quiet` leaves refusals and faults, `json_on_stdout` moves the rest to standard error."""
 
     quiet: bool = False
     json_on_stdout: bool = False
@@ -84,7 +84,7 @@ class Face:
         from rich.text import Text
 
         line = Text.assemble((f"{status:<7}", STYLES[status]), "  ", (f"{verb:<7}", "bold"))
-        line.append(f"  {checks:<16} {duration:>9}  ").append(figures, "dim")
+        line.append(f"  {duration:>10}  {checks:>8}  ").append(figures, "dim")
         Console(file=self.out, highlight=False).print(line, no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str = "") -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.serving.api import EngineLike
+from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import (
     TOP_N,
     Deviation,
@@ -24,52 +25,11 @@ from firstlight.workbench.compare import (
     divergence_limit,
     log_softmax,
     ranking,
+    unequal,
 )
 from firstlight.workbench.golden import Arrays, Golden
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft
-
-LEAST_LIMIT = 1e-4  # a measured floor does not narrow the limit below this
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What an engine is held against.
-
-    `floor` and `forced_floor` are the reference's own noise, relative, by name. `layers` [first, last) limits the
-    comparison. `eos_ids` end a generated row: what stands behind them is padding.
-    """
-
-    golden: Golden
-    spec: ModelSpec
-    limit: float
-    name: str = ""
-    eos_ids: frozenset[int] = frozenset()
-    noise_factor: float = 16.0  # how many times the reference's own noise still passes
-    decodes: bool = True  # whether the engine's context holds the generated tokens
-    layers: tuple[int, int] | None = None
-    floor: Mapping[str, float] = field(default_factory=dict)
-    forced_floor: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> int:
-        """Generated tokens to compare; none when only some layers are."""
-        generated = self.golden.outputs.get("generated")
-        return 0 if generated is None or self.layers is not None else int(generated.shape[1])
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.name} " if self.name else ""
-
-    def limit_for(self, name: str, forced: bool = False) -> float:
-        """The limit of a comparison: the given one, or what the measured floor allows."""
-        floor = (self.forced_floor if forced else self.floor).get(name)
-        return self.limit if floor is None else min(max(self.noise_factor * floor, LEAST_LIMIT), self.limit)
-
-    def wants(self, index: int) -> bool:
-        """Whether hidden.`index` is asked for."""
-        return self.layers is None or self.layers[0] <= index <= self.layers[1]
-
 
 @dataclass(slots=True)
 class Verdict:
@@ -154,20 +114,28 @@ def _compare(
     mask, limit = case.golden.mask, case.limit_for(name, forced)
     if ours is None:
         draft.check(case.prefix + check, False, limit=limit, unit="of scale", detail=f"the engine shows no {name}")
-        return Deviation(np.inf, np.inf, np.inf, np.inf, 0.0, 0, "absent")
+        return unequal(int(mask.sum()), f"the engine shows no {name}")
     found = deviation(ours[mask], theirs[mask])
     where = place(mask, found.row)
-    detail = _words(found, limit, where)
-    draft.check(
-        case.prefix + check, found.passes(limit), value=found.relative, limit=limit, unit="of scale", detail=detail
-    )
+    _record(draft, case, check, name, found, where, forced)
     return found
 
 
-def _words(found: Deviation, limit: float, where: str) -> str:
-    if found.passes(limit):
-        return f"max-abs {found.max_abs:.2e}"
-    return found.broken or f"max-abs {found.max_abs:.2e}, cosine {found.cosine:.8f}, worst at {where}"
+def _record(
+    draft: Draft, case: Case, check: str, name: str, found: Deviation, where: str, forced: bool = False
+) -> None:
+    """A deviation as a check; the detail says more when it does not pass."""
+    passed = case.passes(name, found, forced)
+    words = found.broken or f"max-abs {found.max_abs:.2e}"
+    if not passed and not found.broken:
+        words += f", cosine {found.cosine:.8f}, worst at {where}"
+    if case.is_narrow and not found.broken:
+        outside, count = int(case.outside(found).sum()), len(found.relative_R)
+        words += f", {outside} of {count} tokens beyond {case.limit:.3g}"
+        words += f" ({case.outliers_allowed(name, count, forced)} may be)" if outside else ""
+    limit = case.limit_for(name, forced)
+    unit = "of scale, 9 tokens in 10" if case.is_narrow else "of scale"
+    draft.check(case.prefix + check, passed, value=case.measure(found), limit=limit, unit=unit, detail=words)
 
 
 def place(mask: NDArray[np.bool_], row: int) -> str:
@@ -185,15 +153,7 @@ def _image_features(draft: Draft, case: Case, free: Arrays, verdict: Verdict) ->
         draft.check(f"{case.prefix}image_features", False, limit=limit, unit="of scale", detail=detail)
         return
     found = deviation(ours, theirs)
-    detail = _words(found, limit, f"feature {found.row}")
-    draft.check(
-        f"{case.prefix}image_features",
-        found.passes(limit),
-        value=found.relative,
-        limit=limit,
-        unit="of scale",
-        detail=detail,
-    )
+    _record(draft, case, "image_features", "image_features", found, f"feature {found.row}")
     verdict.others["image_features"] = found
 
 
@@ -214,7 +174,13 @@ def _logits(draft: Draft, case: Case, ours: NDArray[Any], forced: NDArray[Any] |
         verdict.others["teacher.logits"] = _compare(draft, case, "teacher.logits", "logits", forced, theirs, True)
     if found.broken:
         return
-    ours_RV, theirs_RV = ours[mask], theirs[mask]
+    ours_RV, theirs_RV, mask = ours[mask], theirs[mask], mask.copy()
+    if case.is_narrow and found.row is not None:  # tokens far off are counted above, once
+        near_R = ~case.outside(found)
+        mask[mask] = near_R
+        ours_RV, theirs_RV = ours_RV[near_R], theirs_RV[near_R]
+        if not near_R.any():
+            return
     kl_R = divergence(ours_RV, theirs_RV)
     kl_limit = divergence_limit(theirs_RV, limit)
     worst = int(kl_R.argmax())

@@ -67,7 +67,7 @@ def _rungs(bringup: Bringup, golden: str | None, deep: bool, cluster: str | None
 def _tell(face: Face, report: Report) -> None:
     """One line; under it the answers of `infer`, what failed, and why."""
     passed = sum(check.status != "failed" for check in report.checks)
-    checks = f"{passed} of {len(report.checks)} checks" if report.checks else ""
+    checks = f"{passed}/{len(report.checks)}" if report.checks else ""
     face.verdict(report.status, report.verb, checks, words.seconds(report.duration_s), _highlights(report))
     if report.verb == "infer":
         for picture, question, answer in list(answer_lines(report))[:6]:

@@ -55,6 +55,7 @@ class Reference:
                     local_files_only=True,
                     trust_remote_code=trust_remote_code,
                     output_loading_info=True,
+                    experts_implementation="eager",  # the plain loop: the fused one asks for aligned widths
                 )
             except (ValueError, KeyError, OSError) as error:
                 raise _unavailable(directory, str(error).splitlines()[0]) from error

@@ -8,8 +8,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import shlex
-import sys
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +15,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.workbench.environment import command_line
 from firstlight.workbench.events import EventReader, EventWriter
 from firstlight.workbench.report import Report, Status, now_iso, write_atomically
 
@@ -123,8 +122,8 @@ class Run:
                     next="name another --run directory",
                 )
             ) from error
-        command = shlex.join(["firstlight", *sys.argv[1:]])
-        run = cls(directory, RunRecord(model=model, checkpoint=checkpoint, created=now_iso(), command=command))
+        record = RunRecord(model=model, checkpoint=checkpoint, created=now_iso(), command=command_line())
+        run = cls(directory, record)
         run._save()
         return run
 

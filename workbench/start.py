@@ -64,7 +64,9 @@ def _watcher(progress: Progress) -> Any:
     return watch
 
 
-def start_report(engine: EngineLike, duration_s: float | None = None, where: str = "") -> Report:
+def start_report(
+    engine: EngineLike, duration_s: float | None = None, where: str = "", url: str | None = None
+) -> Report:
     """What came up: stages with their times, the ledger, operators, memory of every rank."""
     info, health = engine.info(), engine.health()
     draft = Draft("start", f"{info.model}, {info.mesh.describe()}, {info.dtype} on {info.device}")
@@ -80,6 +82,8 @@ def start_report(engine: EngineLike, duration_s: float | None = None, where: str
         detail=f"{counts['tensors']:,} tensors",
     )
     draft.metric("ranks", info.mesh.world_size, "ranks", where)
+    if url is not None:
+        draft.metric("url", url, "")
     if duration_s is not None:
         draft.metric("start_s", duration_s, "s", "until the first token could be asked for")
     draft.metric("load_rate", info.load_bytes / info.load_s if info.load_s else None, "B/s", "rank 0")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from pathlib import Path
 
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
-from firstlight.workbench.session import Session
+from firstlight.workbench.session import Session, write_json
 
 LOOK_PERIOD_S = 0.5
 
@@ -30,13 +31,17 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     from firstlight.workbench.start import start_host, start_report
 
     http = HostOptions(host=arguments.host, port=arguments.port, token=arguments.token, model_name=arguments.model_name)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts what is in the background with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     folder = session.run.directory / "engine" if session.run is not None else None
     began_s = time.perf_counter()
     host = start_host(
         options.options_of(arguments), session.progress("start"), http=http, run_dir=folder, make_token=False
     )
     try:
-        report = start_report(host.client(), time.perf_counter() - began_s, f"host in {host.run_dir}")
+        report = start_report(host.client(), time.perf_counter() - began_s, f"host in {host.run_dir}", host.url)
+        if arguments.json is not None:
+            write_json(report, arguments.json)
         session.face.line(f"{host.url}  serves {Path(arguments.checkpoint).name} on {len(host.pids)} ranks")
         session.face.aside("the OpenAI routes are at /v1; interrupt to stop")
         if session.run is not None:

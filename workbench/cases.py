@@ -1,0 +1,99 @@
+"""What an engine is held against, and what passes: limits from the contract, from the dtype and from measured noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.workbench.compare import Deviation
+from firstlight.workbench.golden import Golden
+
+NOISE_FACTOR = 16  # how many times the reference's own noise still passes in float32
+NARROW_NOISE_FACTOR = 4  # ... and in dtypes whose noise is large
+LEAST_LIMIT = 1e-4  # a measured floor does not narrow the limit below this
+OUTLIER_SHARE = 0.02  # of the tokens may lie outside in narrow dtypes: a router's near-tie takes another expert
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One set of inputs with the reference's outputs, and the rules of its comparison.
+
+    In float32 the worst token decides. In a narrower dtype rounding moves near-ties of routers, for the reference as
+    well, and a token with another expert is far off: there the bulk of the tokens decides, and the share of those
+    outside `limit` is held against that of the reference itself.
+    `floor` and `forced_floor`: the reference's deviation from itself by name. `layers` [first, last) limits the
+    comparison. `eos_ids` end a generated row: what stands behind them is padding. `decodes`: whether the engine's
+    context holds the generated tokens.
+    """
+
+    golden: Golden
+    spec: ModelSpec
+    limit: float
+    name: str = ""
+    dtype: str = "F32"
+    eos_ids: frozenset[int] = frozenset()
+    decodes: bool = True
+    layers: tuple[int, int] | None = None
+    floor: Mapping[str, Deviation] = field(default_factory=dict)
+    forced_floor: Mapping[str, Deviation] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Generated tokens to compare; none when only some layers are."""
+        generated = self.golden.outputs.get("generated")
+        return 0 if generated is None or self.layers is not None else int(generated.shape[1])
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name} " if self.name else ""
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.dtype != "F32"
+
+    def wants(self, index: int) -> bool:
+        """Whether hidden.`index` is asked for."""
+        return self.layers is None or self.layers[0] <= index <= self.layers[1]
+
+    def measure(self, found: Deviation) -> float:
+        """The figure that is held against the limit."""
+        return found.typical if self.is_narrow else found.relative
+
+    def floor_of(self, name: str, forced: bool = False) -> float | None:
+        """The measured noise in terms of `measure`; None without one."""
+        floor = (self.forced_floor if forced else self.floor).get(name)
+        return None if floor is None else self.measure(floor)
+
+    def limit_for(self, name: str, forced: bool = False) -> float:
+        """The limit of a comparison: the given one, or what the measured noise allows."""
+        floor = self.floor_of(name, forced)
+        if floor is None:
+            return self.limit
+        if self.is_narrow:
+            return max(NARROW_NOISE_FACTOR * floor, LEAST_LIMIT)
+        return min(max(NOISE_FACTOR * floor, LEAST_LIMIT), self.limit)
+
+    def outliers_allowed(self, name: str, count: int, forced: bool = False) -> int:
+        """How many of `count` tokens may deviate by more than `limit`."""
+        if not self.is_narrow:
+            return 0
+        floor = (self.forced_floor if forced else self.floor).get(name)
+        own = 0 if floor is None else int(self.outside(floor).sum())
+        return 2 * own + math.ceil(OUTLIER_SHARE * count)
+
+    def outside(self, found: Deviation) -> NDArray[np.bool_]:
+        """Which tokens deviate by more than `limit`."""
+        return found.relative_R > self.limit
+
+    def passes(self, name: str, found: Deviation, forced: bool = False) -> bool:
+        """Whether a comparison is good."""
+        if found.broken or self.measure(found) > self.limit_for(name, forced):
+            return False
+        if not self.is_narrow:
+            return True
+        return int(self.outside(found).sum()) <= self.outliers_allowed(name, len(found.relative_R), forced)
