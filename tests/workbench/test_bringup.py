@@ -1,0 +1,229 @@
+"""The ladder on a real model over two ranks: by hand in a session, at once by `up`, and what a broken model does."""
+
+import json
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.workbench.bringup import Bringup
+from firstlight.workbench.cli import main
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.infer import DRAWN, Question, drawn
+from firstlight.workbench.report import Report
+from firstlight.workbench.runs import Run
+
+SAMPLES = Path(__file__).parents[2] / "data" / "samples"
+MENAGERIE = SAMPLES / "menagerie"
+CAT = SAMPLES / "pictures" / "cat.png"
+QUESTION = "What animal is this?"
+
+
+def failed(report: Report) -> list[str]:
+    return [f"{c.name}: {c.value} {c.detail}" for c in report.checks if c.status == "failed"]
+
+
+def alive(pids: tuple[int, ...]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture(scope="module")
+def bringup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bringup]:
+    """The first rungs climbed on two ranks, the engine running."""
+    with Bringup(MENAGERIE, tp=2, root=tmp_path_factory.mktemp("runs"), max_context=256) as session:
+        for report in (session.scan(), session.plan(), session.load(), session.start()):
+            assert report.passed, (report.verb, failed(report), report.findings)
+        yield session
+        assert session.host is not None
+        pids = session.host.pids
+        assert len(alive(pids)) == 2
+    assert not alive(pids), "closing a session ends its ranks"
+
+
+def test_start_tells_stages_memory_and_operators(bringup: Bringup) -> None:
+    report = bringup.run.latest("start")
+    assert report is not None
+    stages = {check.name for check in report.checks if check.name.startswith("stage ")}
+    assert {
+        "stage mesh",
+        "stage ping",
+        "stage ledger",
+        "stage load",
+        "stage warm-up text",
+        "stage warm-up image",
+    } <= stages
+    assert [row["rank"] for row in report.tables["memory"]] == [0, 1]
+    assert all(row["vision_bytes"] > 0 and row["cache_bytes"] > 0 for row in report.tables["memory"])
+    assert {"attention", "linear"} <= {row["operator"] for row in report.tables["operators"]}
+    assert str(report.value("url")).startswith("http://127.0.0.1:")
+    plan = bringup.run.latest("plan")
+    assert plan is not None
+    held = [row["head_bytes"] for row in report.tables["memory"]]
+    assert held == [row["head_bytes"] for row in plan.tables["ranks"]], "predicted and measured"
+
+
+def test_ask_streams_and_returns(bringup: Bringup, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = bringup.ask(QUESTION, CAT, max_new_tokens=12)
+    assert capsys.readouterr().out == answer.text + "\n"
+    assert "cat" in answer.text.lower()
+    assert answer.was_shown
+    assert "tokens in" in repr(answer)
+    quiet = bringup.ask(QUESTION, CAT.read_bytes(), stream=False, max_new_tokens=12)
+    assert capsys.readouterr().out == ""
+    assert repr(quiet) == quiet.text == answer.text
+    assert "moo" in bringup.ask("What does a cow say?", stream=False).text.lower()
+
+
+def test_infer_judges_the_answers(bringup: Bringup) -> None:
+    report = bringup.infer()
+    assert report.passed, failed(report)
+    names = [check.name for check in report.checks]
+    assert names == [
+        "answers are neither empty, loops nor gibberish",
+        "answers are the expected ones",
+        "the same seed gives the same tokens",
+        "the picture fills its placeholders",
+        "another picture gives another answer",
+    ]
+    filled = next(check for check in report.checks if check.name == "the picture fills its placeholders")
+    assert filled.value == 64
+    bringup.run.events.flush()
+    requests = [event for _, event in bringup.run.read_events().requests()]
+    assert len(requests) >= len(report.tables["answers"])
+    assert all(event.completion_tokens for event in requests)
+
+
+def test_infer_with_pictures_of_its_own(bringup: Bringup) -> None:
+    questions = [Question(prompt=QUESTION, picture=drawn(which), name=which) for which in DRAWN]
+    report = bringup.infer([Question(prompt="What does a cow say?"), *questions])
+    assert "answers are the expected ones" not in [check.name for check in report.checks]
+    assert [row["picture"] for row in report.tables["answers"]] == [None, *DRAWN]
+    assert bringup.infer().passed, "the last report counts for the rungs above"
+
+
+def test_profile_splits_a_token_on_every_rank(bringup: Bringup) -> None:
+    report = bringup.profile(prompt_tokens=32, decode_steps=4)
+    assert report.passed
+    decode = [row for row in report.tables["steps"] if row["phase"] == "decode"]
+    assert [row["rank"] for row in decode] == [0, 1]
+    for row in decode:
+        parts = row["compute_ms"] + row["communication_ms"] + row["waiting_ms"]
+        assert parts == pytest.approx(row["timed_ms"], rel=0.2)
+        assert row["communication_bytes"] > 0
+    assert any(row["collective"].startswith("all_reduce tp") for row in report.tables["collectives"])
+    assert 0 < float(report.value("decode_of_limit")) < 150  # type: ignore[arg-type]
+    assert {row["rank"] for row in report.tables["layers"]} == {0, 1}
+
+
+def test_the_same_run_can_be_attached_to(bringup: Bringup) -> None:
+    with Bringup.attach(bringup.run.directory) as again:
+        assert again.options == bringup.options
+        assert again.run.record.rungs == bringup.run.record.rungs
+        again.detached = True  # the engine is the other session's
+        assert again.ask("What does a cow say?", stream=False).text
+
+
+def test_progress_reaches_listeners_and_the_run(bringup: Bringup) -> None:
+    seen: list[ProgressEvent] = []
+    bringup._listeners = (*bringup._listeners, seen.append)
+    bringup.load()
+    assert {event.rung for event in seen} == {"load"}
+    bringup.run.events.flush()
+    kept = [event for _, event in bringup.run.read_events().progress()]
+    assert seen[-1] in kept
+
+
+def test_a_rung_that_is_refused_leaves_a_report(bringup: Bringup) -> None:
+    report = bringup.verify(golden=CAT)
+    assert report.status == "refused"
+    assert report.findings[0].code == "bad-golden"
+    refused = bringup.profile()
+    assert refused.findings[0].code == "earlier-rung-failed"
+    bringup.force = True
+    assert bringup.profile(prompt_tokens=8, decode_steps=2, bandwidth=False).forced
+    bringup.force = False
+
+
+def test_before_start_there_is_no_engine(tmp_path: Path) -> None:
+    with Bringup(MENAGERIE, root=tmp_path) as session:
+        with pytest.raises(Refused, match="no engine runs"):
+            session.ask("hello")
+        assert "nothing yet" in repr(session)
+    with pytest.raises(Refused, match="unknown option 'max_contxt'; did you mean max_context"):
+        Bringup(MENAGERIE, root=tmp_path, max_contxt=3)
+
+
+def test_a_detached_engine_outlives_its_session(tmp_path: Path) -> None:
+    with Bringup(MENAGERIE, run=tmp_path / "run", detached=True, max_context=128, dtype="F32") as session:
+        assert session.start().passed
+        assert session.host is not None
+        pids = session.host.pids
+    assert alive(pids) == list(pids)
+    with Bringup.attach(tmp_path / "run") as again:
+        assert again.host is not None
+        assert again.detached
+        assert again.engine.info().dtype == "F32"
+        again.detached = False
+    assert not alive(pids)
+
+
+def test_broken_weights_are_found_by_infer_and_stop_the_ladder(tmp_path: Path) -> None:
+    """Shuffled weights load without a complaint: only the answers can tell."""
+    home = Path(shutil.copytree(MENAGERIE, tmp_path / "shuffled"))
+    draw = np.random.default_rng(0)
+    for shard in home.glob("*.safetensors"):
+        tensors = read(shard)
+        for name, tensor in tensors.items():
+            if name.endswith("proj.weight") or "lm_head" in name:
+                flat = np.array(tensor).reshape(-1) if isinstance(tensor, np.ndarray) else None
+                assert flat is not None
+                tensors[name] = draw.permutation(flat).reshape(tensor.shape)
+        write(shard, tensors, {"format": "pt"})
+    with Bringup(home, root=tmp_path / "runs", max_context=128) as session:
+        assert session.scan().passed
+        assert session.start().passed
+        report = session.infer()
+        assert report.status == "failed"
+        assert "answers are neither empty" in failed(report)[0]
+        assert session.export().findings[0].code == "earlier-rung-failed"
+
+
+@pytest.mark.slow
+def test_up_climbs_the_whole_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "up.json"
+    status = main(["up", str(MENAGERIE), "--tp", "2", "--run", str(run), "--json", str(out), "--max-context", "256"])
+    said, err = capsys.readouterr()
+    assert status == 0, said + err
+    rungs = ["scan", "plan", "load", "start", "infer", "verify", "profile", "export"]
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("passed   ")] == rungs
+    assert [rung.verb for rung in Run.attach(run).record.rungs] == [*rungs, "up"]
+    report = Report.read(out)
+    assert [check.name for check in report.checks] == rungs
+    for row in report.tables["predicted_and_measured"]:
+        if row["unit"] == "B":
+            assert row["measured"] == pytest.approx(row["predicted"], rel=0.01)
+    card = yaml.safe_load((run / "card.yaml").read_text())
+    assert [entry["rung"] for entry in card["verified"]] == rungs[:-1]
+    assert [entry["rung"] for entry in card["not_verified"]] == ["stress"]
+    assert card["commit"] is not None
+    adaptation = yaml.safe_load((run / "adaptation.yaml").read_text())
+    assert adaptation["family"] == "llava"
+    assert any("vision_tower" in rule["tensor"] for rule in adaptation["rules"])
+    assert adaptation["engine"]["mesh"]["tp"] == 2
+    assert adaptation["operators"]
+    with tarfile.open(tmp_path / "run.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"run/card.yaml", "run/adaptation.yaml", "run/events.sqlite", "run/reports/06-verify.json"} <= set(names)
+    assert not [name for name in names if "host.json" in name], "the handle holds a token"
+    exported = tmp_path / "again.zip"
+    assert main(["export", str(run), "--out", str(exported), "-q"]) == 0
+    assert "run/card.yaml" in zipfile.ZipFile(exported).namelist()
+    assert not list(run.glob("fault-*"))
+    assert json.loads((run / "run.json").read_text())["rungs"][-1]["verb"] == "export"
