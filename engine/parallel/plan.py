@@ -211,7 +211,7 @@ def _binding(mesh: Mesh, worst: RankBytes, usable_bytes: int) -> tuple[str, str]
 def _does_not_fit(mesh: Mesh, cluster: Cluster, worst: RankBytes, usable_bytes: int, nearest: Mesh | None) -> Finding:
     return fatal(
         "does-not-fit",
-        f"{mesh.describe()} on {cluster.describe()}: {_binding(mesh, worst, usable_bytes)[1]}",
+        f"{_binding(mesh, worst, usable_bytes)[1]} of {cluster.describe()}",
         expected=f"at most {usable_bytes:,} bytes a device",
         found=f"{worst.total:,} bytes on rank {worst.rank}",
         next="no layout of this device fits"

@@ -181,24 +181,36 @@ def missing_findings(
     `lost`: parameter -> the file, absent or broken, that should have held it.
     """
     everything, candidates = by_pattern(params), by_pattern(unconsumed)
-    for pattern, names in by_pattern(missing).items():
+    yield from _lost_findings([name for name in missing if name in lost], lost)
+    for pattern, names in by_pattern(name for name in missing if name not in lost).items():
         total = len(everything[pattern])
-        files = sorted({lost[name] for name in names if name in lost})
         way = "find the tensors under another name and add a weight rule; values are never made up"
-        if files:
-            way = f"fetch {', '.join(files)} again, where the index places them"
-        elif near := _nearest(pattern, names, params, candidates, tensors):
+        if near := _nearest(pattern, names, params, candidates, tensors):
             way = f"perhaps {near}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
         elif names == ["head.weight"] and not tied_head and "embed.weight" not in missing:
             way = "fetch the shard with the output head; if the release ties it, tie_word_embeddings must say so"
         yield fatal(
             "missing-tensor",
             f"{pattern_range(pattern, names)}: {total - len(names):,} of {total:,} parameters filled",
-            file=files[0] if files else None,
             tensors=tuple(names),
             expected=f"{total:,} filled",
             found=f"{total - len(names):,} filled",
             next=way,
+        )
+
+
+def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Finding]:
+    """One finding a file for all that it should have held."""
+    for file in dict.fromkeys(lost[name] for name in names):
+        mine = tuple(name for name in names if lost[name] == file)
+        yield fatal(
+            "missing-tensor",
+            f"{len(mine):,} parameters have no source, since {file} is not there or cannot be read",
+            file=file,
+            tensors=mine,
+            expected=f"{len(mine):,} filled",
+            found="0 filled",
+            next=f"fetch {file} again, where the index places them",
         )
 
 

@@ -170,7 +170,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 
 def held(tensors: Iterable[str]) -> str:
-    """In words what a file holds: `14 tensors of layers 3 to 5`."""
+    """In words what a file holds: `14 tensors of layers 3 to 5`, `15 tensors: 14 of layer 3, 1 of no layer`."""
     found = [_LAYER.search(name) for name in tensors]
     layers = [int(match[1]) for match in found if match is not None]
     count = f"{len(found):,} tensor{'' if len(found) == 1 else 's'}"
@@ -178,7 +178,7 @@ def held(tensors: Iterable[str]) -> str:
         return count
     low, high, apart = min(layers), max(layers), len(found) - len(layers)
     which = f"layer {low}" if low == high else f"layers {low} to {high}"
-    return f"{count} of {which}" + (f" and {apart:,} of no layer" if apart else "")
+    return f"{count}: {len(layers):,} of {which}, {apart:,} of no layer" if apart else f"{count} of {which}"
 
 
 def against_headers(

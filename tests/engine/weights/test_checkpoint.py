@@ -180,7 +180,7 @@ def test_a_missing_shard_names_what_it_held(home: Path) -> None:
     (home / SECOND).unlink()
     finding = only(home)
     assert (finding.code, finding.severity, finding.file) == ("missing-shard", "fatal", SECOND)
-    assert finding.message == f"{SECOND} is not there, which holds 3 tensors of layers 1 to 2 and 1 of no layer"
+    assert finding.message == f"{SECOND} is not there, which holds 3 tensors: 2 of layers 1 to 2, 1 of no layer"
     assert finding.tensors == tuple(sorted(SHARDS[SECOND]))
     assert finding.next == f"fetch {SECOND}"
     with pytest.raises(Refused):
@@ -368,7 +368,7 @@ def test_a_shard_that_cannot_be_read_names_what_it_held(data: bytes, code: str, 
     finding = only(home)
     assert (finding.code, finding.severity, finding.file) == (code, "fatal", SECOND)
     assert finding.tensors == tuple(sorted(SHARDS[SECOND]))
-    assert "the index places 3 tensors of layers 1 to 2 and 1 of no layer in it" in finding.message
+    assert "the index places 3 tensors: 2 of layers 1 to 2, 1 of no layer in it" in finding.message
 
 
 def test_a_truncated_shard(home: Path) -> None:

@@ -186,12 +186,15 @@ def test_left_out_with_a_reason(llama: Path) -> None:
 @pytest.mark.parametrize("stacked", [False, True])
 def test_what_a_missing_shard_held_is_not_looked_for_elsewhere(stacked: bool, tmp_path: Path) -> None:
     synthesize(MOE, tmp_path, shards=3, fused=stacked)
+    lost = Checkpoint.open(tmp_path)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    found = fatal(settle(tmp_path))
-    assert {finding.code for finding in found} == {"missing-tensor"}
-    for finding in found:
-        assert finding.file == "model-00002-of-00003.safetensors"
-        assert finding.next == "fetch model-00002-of-00003.safetensors again, where the index places them"
+    finding = one(settle(tmp_path))
+    assert (finding.code, finding.file) == ("missing-tensor", "model-00002-of-00003.safetensors")
+    assert finding.next == "fetch model-00002-of-00003.safetensors again, where the index places them"
+    held = account(lost, *FAMILIES.describe(MOE))
+    assert set(finding.tensors) == {
+        param for param, source in held.sources.items() if lost.tensors[source.tensor].file == finding.file
+    }
 
 
 # Shapes
