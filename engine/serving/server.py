@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,12 +19,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.serving.api import Prompt
 from firstlight.engine.serving.desk import Desk
+from firstlight.engine.serving.gate import BodyLimit, Gate, may_enter
 from firstlight.engine.serving.openai import Ask, Writer, error_body, models_body, read_chat, read_text
 from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.request import Delta
@@ -33,7 +32,6 @@ from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, Stream
 from firstlight.engine.serving.wire import read_generation, trace_arguments
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 STATUS_OF_CODE = {"not-available": 503}
 Result = TypeVar("Result")
 
@@ -108,7 +106,7 @@ def _openai_routes(app: FastAPI, desk: Desk) -> None:
     async def health(request: Request) -> Response:
         now = desk.health()
         shown: dict[str, Any] = msgspec.to_builtins(now)
-        if not _may_enter(desk.options, request.headers.get("authorization", "")):
+        if not may_enter(desk.options, request.headers.get("authorization", "")):
             del shown["ranks"]  # probes need no token; machines and process ids are not for everyone
         if now.failure is not None:  # what is asked for first stands on top
             shown |= {"rank": now.failure.rank, "phase": now.failure.phase, "since_s": now.failure.since_s}
@@ -281,87 +279,6 @@ async def _whole(
     if deltas[-1].finish == "error":
         return _json(error_body(deltas[-1].error or "the engine failed", "server_error", "engine_failed"), 500)
     return _json(writer.whole(deltas))
-
-
-class Gate:
-    """Lets in who has the token; without a token, only requests that name this machine (a page in a browser cannot)."""
-
-    def __init__(self, app: ASGIApp, options: HostOptions) -> None:
-        self._app = app
-        self._options = options
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            headers = dict(scope["headers"])
-            if not _may_enter(self._options, headers.get(b"authorization", b"").decode("latin-1")):
-                body = error_body("this engine wants a bearer token", "authentication_error", "invalid_api_key")
-                await _json(body, 401)(scope, receive, send)
-                return
-            if self._options.token is None:
-                stranger = _stranger(headers)
-                if stranger:
-                    body = error_body(f"{stranger!r} is not this machine", "invalid_request_error", "bad_host")
-                    await _json(body, 403)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-
-def _stranger(headers: dict[bytes, bytes]) -> str | None:
-    """The name in Host or Origin that is not this machine: a page elsewhere that a browser here has opened."""
-    host = headers.get(b"host", b"").decode("latin-1")
-    origin = headers.get(b"origin", b"").decode("latin-1").partition("://")[2]
-    for name in (host, origin) if b"origin" in headers else (host,):
-        if name.rsplit(":", 1)[0] not in LOOPBACK_NAMES:
-            return name or "no name"
-    return None
-
-
-def _may_enter(options: HostOptions, authorization: str) -> bool:
-    """Whether the header carries the token, if there is one; compared in constant time."""
-    if options.token is None:
-        return True
-    return hmac.compare_digest(authorization.encode("latin-1"), f"Bearer {options.token}".encode())
-
-
-class BodyLimit:
-    """Refuses bodies over the limit of their path: at once if the length is announced, else when they grow past it."""
-
-    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
-        self._app = app
-        self._limit_of = limit_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        limit = self._limit_of(scope["path"])
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if not announced.isdigit() or int(announced) > limit:
-            await _too_large(limit, announced.decode("latin-1"))(scope, receive, send)
-            return
-        taken = 0
-
-        async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > limit:
-                raise _TooLarge
-            return message
-
-        try:
-            await self._app(scope, bounded, send)
-        except _TooLarge:
-            await _too_large(limit, f"more than {limit}")(scope, receive, send)
-
-
-class _TooLarge(Exception):
-    """A body grew past its limit."""
-
-
-def _too_large(limit: int, found: str) -> JSONResponse:
-    message = f"the request's body is too large: at most {limit} bytes, found {found} bytes"
-    return _json(error_body(message, "invalid_request_error", "body_too_large"), 413)
 
 
 def _limit_of(path: str, options: HostOptions) -> int:
