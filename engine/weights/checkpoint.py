@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from firstlight.engine.weights.index import (
     read_object,
 )
 from firstlight.engine.weights.shards import PICKLES, shard_files
+from firstlight.engine.weights.slices import byte_runs
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,15 +82,27 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         nbytes = tensor.nbytes - offset_bytes if nbytes is None else nbytes
         assert offset_bytes >= 0
         assert offset_bytes + nbytes <= tensor.nbytes
+        return self._read(tensor, [(tensor.offset_bytes + offset_bytes, nbytes)])
+
+    def read(self, name: str, slices: Sequence[slice] = ()) -> bytes:
+        """Raw bytes of a slice of a tensor, row-major, little-endian; reads these bytes only. Raises `Refused`."""
+        tensor = self.tensors[name]
+        return self._read(tensor, byte_runs(tensor, slices))
+
+    def _read(self, tensor: TensorInfo, runs: Iterable[tuple[int, int]]) -> bytes:
+        found = bytearray()
+        wanted = 0
         try:
             with self.path(tensor.file).open("rb") as stream:
-                stream.seek(tensor.offset_bytes + offset_bytes)
-                found = stream.read(nbytes)
+                for offset, nbytes in runs:
+                    stream.seek(offset)
+                    found += stream.read(nbytes)
+                    wanted += nbytes
         except OSError as error:
-            raise Refused(_unread(name, tensor, f"{error.strerror}")) from error
-        if len(found) < nbytes:
-            raise Refused(_unread(name, tensor, f"it ends {nbytes - len(found):,} bytes early"))
-        return found
+            raise Refused(_unread(tensor.name, tensor, f"{error.strerror}")) from error
+        if len(found) < wanted:
+            raise Refused(_unread(tensor.name, tensor, f"it ends {wanted - len(found):,} bytes early"))
+        return bytes(found)
 
     def refuse_if_broken(self) -> None:
         """Raises `Refused` with every fatal finding of files, headers and index."""
