@@ -12,9 +12,10 @@ from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.options import EngineOptions
+from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import deviation
 from firstlight.workbench.engines import open_engine
-from firstlight.workbench.judge import Case, Verdict
+from firstlight.workbench.judge import Verdict, first_bad
 from firstlight.workbench.report import Draft
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _faulty_layer(
                 "mixer": kinds[0],
                 "feed_forward": kinds[1],
                 "at_fault": part or "not told apart",
-                "relative": found.relative,
+                "relative": case.measure(found),
                 "cause": culprit or "not an operator: weights, rules or the spec of this layer",
             }
         ],
@@ -77,7 +78,7 @@ def _faulty_layer(
         file=case.golden.source,
         tensors=(f"hidden.{index + 1}",),
         expected=f"within {case.limit_for(f'hidden.{index + 1}', index + 1 in verdict.forced):.1e} of scale",
-        found=found.broken or f"{found.relative:.2e} of scale, max-abs {found.max_abs:.2e}",
+        found=found.broken or f"{case.measure(found):.2e} of scale, max-abs {found.max_abs:.2e}",
         next=f"look at the spec and the weight rules of layers.{index}; {_advice(culprit)}",
     )
 
@@ -105,8 +106,8 @@ def _part(case: Case, index: int, engine: EngineLike, reference: Reference) -> s
     theirs = reference.mixer(index, golden.inputs(), golden.hidden[index])
     if name not in ours or theirs is None:
         return "mixer or feed-forward"
-    limit = case.limit_for(f"hidden.{index + 1}", True)
-    return "feed-forward" if deviation(ours[name][mask], theirs[mask]).passes(limit) else "mixer"
+    found = deviation(ours[name][mask], theirs[mask])
+    return "feed-forward" if case.passes(f"hidden.{index + 1}", found, forced=True) else "mixer"
 
 
 def _culprit(case: Case, index: int, engine: EngineLike, options: EngineOptions) -> str | None:
@@ -142,25 +143,24 @@ def _heals(case: Case, index: int, options: EngineOptions) -> bool:
             inputs={f"hidden.{index}": golden.hidden[index]},
         )
     found = deviation(ours[name][golden.mask], golden.outputs[name][golden.mask])
-    return found.passes(case.limit_for(name, True))
+    return case.passes(name, found, forced=True)
 
 
 def _outside_layers(case: Case, verdict: Verdict) -> Iterator[Finding]:
     """Faults before the first layer and behind the last, and errors that only add up."""
-    limit = case.limit_for("hidden.0")
     features = verdict.others.get("image_features")
-    if features is not None and not features.passes(case.limit_for("image_features")):
-        yield _outside(case, "the vision tower or the projector", "image_features", features.relative)
-    if 0 in verdict.free and not verdict.free[0].passes(limit):
-        yield _outside(case, _embedding_words(case, verdict), "hidden.0", verdict.free[0].relative)
+    if features is not None and not case.passes("image_features", features):
+        yield _outside(case, "the vision tower or the projector", "image_features", case.measure(features))
+    if 0 in verdict.free and not case.passes("hidden.0", verdict.free[0]):
+        yield _outside(case, _embedding_words(case, verdict), "hidden.0", case.measure(verdict.free[0]))
     head = verdict.others.get("teacher.logits")
-    if head is not None and not head.passes(case.limit_for("logits", True)):
-        yield _outside(case, "the output head", "logits", head.relative)
-    if verdict.forced and not any(not d.passes(case.limit_for(f"hidden.{i}", True)) for i, d in verdict.forced.items()):
-        wrong = next((i for i, d in verdict.free.items() if not d.passes(case.limit_for(f"hidden.{i}"))), None)
+    if head is not None and not case.passes("logits", head, forced=True):
+        yield _outside(case, "the output head", "logits", case.measure(head))
+    if verdict.forced and first_bad(case, verdict.forced, forced=True) is None:
+        wrong = first_bad(case, verdict.free)
         if wrong is not None:
             message = "errors that only add up: every block alone is right on the reference's input"
-            yield _outside(case, message, f"hidden.{wrong}", verdict.free[wrong].relative)
+            yield _outside(case, message, f"hidden.{wrong}", case.measure(verdict.free[wrong]))
 
 
 def _embedding_words(case: Case, verdict: Verdict) -> str:
@@ -170,8 +170,7 @@ def _embedding_words(case: Case, verdict: Verdict) -> str:
         return "the token embedding or its scale"
     at_R = (golden.input_ids == vision.image_token_id)[golden.mask]
     ours, theirs = verdict.traced["hidden.0"][golden.mask], golden.outputs["hidden.0"][golden.mask]
-    limit = case.limit_for("hidden.0")
-    text_right = bool((~at_R).any()) and deviation(ours[~at_R], theirs[~at_R]).passes(limit)
+    text_right = bool((~at_R).any()) and case.passes("hidden.0", deviation(ours[~at_R], theirs[~at_R]))
     return "picture features at the placeholders" if text_right else "the token embedding or its scale"
 
 

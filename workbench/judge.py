@@ -16,20 +16,12 @@ from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.serving.api import EngineLike
 from firstlight.workbench.cases import Case
-from firstlight.workbench.compare import (
-    TOP_N,
-    Deviation,
-    Ranking,
-    deviation,
-    divergence,
-    divergence_limit,
-    log_softmax,
-    ranking,
-    unequal,
-)
-from firstlight.workbench.golden import Arrays, Golden
+from firstlight.workbench.compare import Deviation, deviation, unequal
+from firstlight.workbench.golden import Arrays
+from firstlight.workbench.logits import judge_logits, place
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft
+
 
 @dataclass(slots=True)
 class Verdict:
@@ -62,7 +54,13 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     if "image_features" in golden.outputs and (case.layers is None or case.layers[0] == 0):
         _image_features(draft, case, free, verdict)
     if "logits" in golden.outputs and _has_logits(draft, case, free):
-        _logits(draft, case, free["logits"], forced.get("logits"), verdict)
+        theirs = golden.outputs["logits"]
+        found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", free["logits"], theirs)
+        if "logits" in forced:
+            teacher = _compare(draft, case, "teacher.logits", "logits", forced["logits"], theirs, True)
+            verdict.others["teacher.logits"] = teacher
+        if not found.broken:
+            judge_logits(draft, case, free["logits"], theirs, found)
     if trouble:
         draft.check(f"{case.prefix}generated", False, detail=trouble)
     elif steps:
@@ -71,7 +69,7 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     elif case.steps:
         longest = f"{golden.longest} + {case.steps} tokens are more than the model has positions for"
         draft.check(f"{case.prefix}generated", None, detail=longest)
-    _first_fault(draft, case, verdict)
+    _first_fault(case, verdict)
     _layer_table(draft, case, verdict)
     verdict.passed = all(check.status != "failed" for check in draft.checks[before:])
     return verdict
@@ -138,12 +136,6 @@ def _record(
     draft.check(case.prefix + check, passed, value=case.measure(found), limit=limit, unit=unit, detail=words)
 
 
-def place(mask: NDArray[np.bool_], row: int) -> str:
-    """Where a real token stands, in words."""
-    batch, column = (int(i) for i in np.argwhere(mask)[row])
-    return f"row {batch}, token {column}"
-
-
 def _image_features(draft: Draft, case: Case, free: Arrays, verdict: Verdict) -> None:
     theirs, ours = case.golden.outputs["image_features"], free.get("image_features")
     limit = case.limit_for("image_features")
@@ -164,81 +156,6 @@ def _has_logits(draft: Draft, case: Case, free: Arrays) -> bool:
     if "logits" not in free:
         _compare(draft, case, "logits", "logits", None, case.golden.outputs["logits"])
     return "logits" in free
-
-
-def _logits(draft: Draft, case: Case, ours: NDArray[Any], forced: NDArray[Any] | None, verdict: Verdict) -> None:
-    mask, limit = case.golden.mask, case.limit_for("logits")
-    theirs = case.golden.outputs["logits"]
-    found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", ours, theirs)
-    if forced is not None:
-        verdict.others["teacher.logits"] = _compare(draft, case, "teacher.logits", "logits", forced, theirs, True)
-    if found.broken:
-        return
-    ours_RV, theirs_RV, mask = ours[mask], theirs[mask], mask.copy()
-    if case.is_narrow and found.row is not None:  # tokens far off are counted above, once
-        near_R = ~case.outside(found)
-        mask[mask] = near_R
-        ours_RV, theirs_RV = ours_RV[near_R], theirs_RV[near_R]
-        if not near_R.any():
-            return
-    kl_R = divergence(ours_RV, theirs_RV)
-    kl_limit = divergence_limit(theirs_RV, limit)
-    worst = int(kl_R.argmax())
-    draft.check(
-        f"{case.prefix}kl",
-        bool(kl_R[worst] <= kl_limit),
-        value=float(kl_R[worst]),
-        limit=kl_limit,
-        unit="nat",
-        detail=f"KL(reference || ours), largest at {place(mask, worst)}, mean {kl_R.mean():.2e}",
-    )
-    ranks = ranking(ours_RV, theirs_RV, limit)
-    _ranks(draft, case, ranks)
-    draft.metric(f"{case.prefix}logits_max_abs", found.max_abs, "logits", f"mean-abs {found.mean_abs:.2e}")
-    draft.metric(f"{case.prefix}kl_mean", float(kl_R.mean()), "nat", f"over {len(kl_R):,} tokens")
-    draft.metric(f"{case.prefix}top1_agreement", ranks.agreement, "share", f"{len(ranks.ties)} flips at near-ties")
-    draft.metric(f"{case.prefix}top{TOP_N}_overlap", ranks.overlap, "share", "mean over tokens")
-    _top_table(draft, case, ours_RV, theirs_RV, kl_R)
-
-
-def _ranks(draft: Draft, case: Case, ranks: Ranking) -> None:
-    mask = case.golden.mask
-    words = f"{ranks.agree:,} of {ranks.rows:,} equal"
-    if ranks.ties:
-        words += f", {len(ranks.ties):,} at near-ties of the reference"
-    if ranks.faults:
-        words += f", {len(ranks.faults):,} flipped, first at {place(mask, ranks.faults[0])}"
-    draft.check(f"{case.prefix}top1", not ranks.faults, value=len(ranks.faults), limit=0, unit="tokens", detail=words)
-    strange = f", first at {place(mask, ranks.strangers[0])}" if ranks.strangers else ""
-    draft.check(
-        f"{case.prefix}top{TOP_N}",
-        not ranks.strangers,
-        value=len(ranks.strangers),
-        limit=0,
-        unit="tokens",
-        detail=f"{ranks.overlap:.2%} of the reference's {TOP_N} likeliest are among ours{strange}",
-    )
-
-
-def _top_table(
-    draft: Draft, case: Case, ours_RV: NDArray[Any], theirs_RV: NDArray[Any], kl_R: NDArray[np.float64]
-) -> None:
-    """The likeliest tokens at the last token of each row, ours beside the reference's."""
-    mask = case.golden.mask
-    last = np.cumsum(mask.sum(axis=1)) - 1
-    rows = []
-    for batch, row in enumerate(last[:8]):
-        p, q = np.exp(log_softmax(theirs_RV[row : row + 1])[0]), np.exp(log_softmax(ours_RV[row : row + 1])[0])
-        best, ours_best = np.argsort(-p)[:5], np.argsort(-q)[:5]
-        rows.append(
-            {
-                "row": batch,
-                "reference": ", ".join(f"{i} ({p[i]:.4f})" for i in best),
-                "ours": ", ".join(f"{i} ({q[i]:.4f})" for i in ours_best),
-                "kl_nat": float(kl_R[row]),
-            }
-        )
-    draft.table(f"{case.prefix}likeliest at the last token", rows)
 
 
 def _generated(draft: Draft, case: Case, engine: EngineLike, ours: NDArray[Any]) -> None:
@@ -300,34 +217,38 @@ def _pictures_of(case: Case, batch: int) -> Arrays:
     return {name: value[first : first + int(counts[batch])] for name, value in golden.pictures.items()}
 
 
-def _first_fault(draft: Draft, case: Case, verdict: Verdict) -> None:
+def _first_fault(case: Case, verdict: Verdict) -> None:
     """Name the first block whose own output is wrong: teacher forcing tells a faulty block from one fed wrongly."""
-    bad = next((i for i, d in verdict.forced.items() if not d.passes(case.limit_for(f"hidden.{i}", True))), None)
+    bad = first_bad(case, verdict.forced, forced=True)
     if bad is not None:
         verdict.bad_layer = bad - 1
         return
-    wrong = next((i for i, d in verdict.free.items() if not d.passes(case.limit_for(f"hidden.{i}"))), None)
-    if wrong is not None and wrong - 1 not in case.golden.hidden and wrong:
+    wrong = first_bad(case, verdict.free)
+    if wrong and wrong - 1 not in case.golden.hidden:
         verdict.bad_layer = wrong - 1
+
+
+def first_bad(case: Case, errors: Mapping[int, Deviation], forced: bool = False) -> int | None:
+    """The lowest i whose hidden.i does not pass."""
+    return next((i for i, found in errors.items() if not case.passes(f"hidden.{i}", found, forced)), None)
 
 
 def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
     rows = []
     for index, free in verdict.free.items():
-        forced = verdict.forced.get(index)
-        limit, forced_limit = case.limit_for(f"hidden.{index}"), case.limit_for(f"hidden.{index}", True)
+        name, forced = f"hidden.{index}", verdict.forced.get(index)
         rows.append(
             {
                 "hidden": index,
                 "of": "embedding" if index == 0 else f"layer {index - 1}",
-                "free_running": free.relative,
-                "teacher_forced": None if forced is None else forced.relative,
-                "floor": case.floor.get(f"hidden.{index}"),
-                "forced_floor": case.forced_floor.get(f"hidden.{index}"),
-                "limit": limit,
+                "free_running": case.measure(free),
+                "teacher_forced": None if forced is None else case.measure(forced),
+                "floor": case.floor_of(name),
+                "forced_floor": case.floor_of(name, forced=True),
+                "limit": case.limit_for(name),
                 "cosine": free.cosine,
                 "max_abs": free.max_abs,
-                "verdict": _word(free, forced, limit, forced_limit),
+                "verdict": _word(case, name, free, forced),
             }
         )
     if rows:
@@ -337,9 +258,9 @@ def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
         draft.table(f"{case.prefix}layers", kept)
 
 
-def _word(free: Deviation, forced: Deviation | None, limit: float, forced_limit: float) -> str:
-    if forced is not None and not forced.passes(forced_limit):
+def _word(case: Case, name: str, free: Deviation, forced: Deviation | None) -> str:
+    if forced is not None and not case.passes(name, forced, forced=True):
         return "fault here"
-    if not free.passes(limit):
+    if not case.passes(name, free):
         return "not finite" if free.broken else "wrong input" if forced is not None else "apart"
     return "equal"

@@ -16,9 +16,9 @@ from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.workbench.compare import deviation
+from firstlight.workbench.cases import Case
+from firstlight.workbench.compare import Deviation, deviation
 from firstlight.workbench.golden import Arrays, Golden
-from firstlight.workbench.judge import Case
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.report import Draft
@@ -29,8 +29,6 @@ PROMPT_SEEING = "What is in this picture? Answer in a few words."
 SEED = 20240229
 GENERATED = 8
 LOGIT_VALUES = 4_000_000  # tokens are chosen so that one set of logits has about this many values
-NOISE_FACTOR = {"F32": 16.0}
-NARROW_NOISE_FACTOR = 4.0
 
 
 def reference_cases(
@@ -66,10 +64,10 @@ def reference_cases(
                 layers=layers,
                 floor=free,
                 forced_floor=forced,
-                noise_factor=NOISE_FACTOR.get(dtype, NARROW_NOISE_FACTOR),
+                dtype=dtype,
             )
         )
-        worst = max(free.values())
+        worst = max(map(cases[-1].measure, free.values()))
         how = "another summation order" if rounded is None else f"{dtype} instead of F32"
         draft.metric(f"{name}_noise_floor", worst, "of scale", f"the reference against itself, {how}; largest")
         draft.metric(f"{name}_tokens", int(cases[-1].golden.mask.sum()), "tokens")
@@ -79,7 +77,7 @@ def reference_cases(
 
 def _noise(
     reference: Reference, rounded: Reference | None, inputs: Arrays, found: Arrays
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, Deviation], dict[str, Deviation]]:
     """The reference's deviation from itself by name: free running, and from its own inputs layer by layer.
 
     In float32 another order of summation; in a narrower dtype the whole computation in that dtype.
@@ -89,14 +87,14 @@ def _noise(
     mask = Golden.of({**inputs, **found}, "reference").mask
     names = [name for name in found if name != "generated"]
     return (
-        {name: _relative(free[name], found[name], mask) for name in names},
-        {name: _relative(forced[name], found[name], mask) for name in names if name != "image_features"},
+        {name: _apart(free[name], found[name], mask) for name in names},
+        {name: _apart(forced[name], found[name], mask) for name in names if name != "image_features"},
     )
 
 
-def _relative(again: NDArray[Any], first: NDArray[Any], mask: NDArray[np.bool_]) -> float:
+def _apart(again: NDArray[Any], first: NDArray[Any], mask: NDArray[np.bool_]) -> Deviation:
     real = (again[mask], first[mask]) if first.shape[:2] == mask.shape else (again, first)
-    return deviation(*real).relative
+    return deviation(*real)
 
 
 def inputs_of(

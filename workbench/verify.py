@@ -19,10 +19,11 @@ from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.bisect import blame
+from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import limit_of
 from firstlight.workbench.engines import open_engine
 from firstlight.workbench.golden import Golden
-from firstlight.workbench.judge import Case, judge
+from firstlight.workbench.judge import judge
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 
@@ -62,7 +63,7 @@ def verify(
     say = progress or Progress("verify")
     oracle: Reference | None = None
     if golden is not None:
-        cases = [_golden_case(draft, Golden.read(golden), spec, within, layers, eos_ids(checkpoint))]
+        cases = [_golden_case(draft, Golden.read(golden), spec, within, dtype, layers, eos_ids(checkpoint))]
     else:
         from firstlight.workbench.probes import reference_cases
 
@@ -93,7 +94,13 @@ def verify(
 
 
 def _golden_case(
-    draft: Draft, golden: Golden, spec: ModelSpec, limit: float, layers: tuple[int, int] | None, ends: frozenset[int]
+    draft: Draft,
+    golden: Golden,
+    spec: ModelSpec,
+    limit: float,
+    dtype: str,
+    layers: tuple[int, int] | None,
+    ends: frozenset[int],
 ) -> Case:
     draft.find(golden.check(spec))
     if not golden.hidden:
@@ -117,7 +124,7 @@ def _golden_case(
             )
         )
     draft.metric("tokens", int(golden.mask.sum()), "tokens", f"in {golden.mask.shape[0]} sequences")
-    return Case(golden=golden, spec=spec, limit=limit, layers=layers, eos_ids=ends)
+    return Case(golden=golden, spec=spec, limit=limit, dtype=dtype, layers=layers, eos_ids=ends)
 
 
 def _decodable(case: Case, spec: ModelSpec) -> Case:
