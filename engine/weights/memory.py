@@ -23,6 +23,7 @@ ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the wide
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 32 << 20  # smaller pools are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
+LAST_PAGES = 6  # that tell the pace
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
 
 
@@ -193,6 +194,7 @@ def measure_read_bandwidth(nbytes: int = 256 << 20, repeats: int = 7, huge_pages
     data_N = Pool.reserve(nbytes, "bandwidth", huge_pages=huge_pages, slow_huge_page_s=math.inf).take(
         (nbytes // 8,), torch.int64
     )
+    data_N.fill_(1)  # a page that was never written to may be one and the same page of zeros
     best_s = math.inf
     for _ in range(repeats):
         started = time.perf_counter()
@@ -258,7 +260,7 @@ class _Pages:
         self._in_threads([partial(self._back_at_pace, one, None) for one in rest])
         self.ask_for_huge(True)
         return (
-            f"the system took {pace.mean_s() * 1e3:.1f} ms to provide a huge page, so small ones are used for now; "
+            f"the system took {pace.recent_s() * 1e3:.1f} ms to provide a huge page, so small ones are used for now; "
             "it joins them in the background"
         )
 
@@ -303,7 +305,8 @@ class _Pace:
     """How long the huge pages of a range took so far. Zeroing one takes 0.1 to 0.2 ms.
 
     Where the host of a virtual machine has yet to find the memory, each takes milliseconds, while small pages may come
-    from memory that is there. A few slow ones mean nothing: the thread was interrupted.
+    from memory that is there. The first may be fast and all others slow; a single slow one means nothing, the thread
+    was interrupted.
     """
 
     def __init__(self, slow_s: float) -> None:
@@ -311,11 +314,11 @@ class _Pace:
         self.took_s: list[float] = []
 
     def is_slow(self) -> bool:
-        slow = sum(1 for took_s in self.took_s if took_s > self.slow_s)
-        return slow >= 4 and slow * 3 >= len(self.took_s)
+        """Whether half of the last few were slow."""
+        return sum(1 for took_s in self.took_s[-LAST_PAGES:] if took_s > self.slow_s) * 2 >= LAST_PAGES
 
-    def mean_s(self) -> float:
-        return statistics.mean(self.took_s)
+    def recent_s(self) -> float:
+        return statistics.median_high(self.took_s[-LAST_PAGES:])
 
 
 def _does_not_fit(name: str, nbytes: int, found: str) -> Refused:
