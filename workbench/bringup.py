@@ -247,7 +247,9 @@ class Bringup:
         """Stops the engine, unless it was started detached, and ends the event writer."""
         host, self.host = self.host, None
         try:
-            if host is not None and not self.detached:
+            if host is not None and self.detached:
+                host.release()
+            elif host is not None:
                 host.stop()
         finally:
             self.run.close()

@@ -107,8 +107,8 @@ class Host:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks, in order."""
-        return self.handle.pids
+        """Process ids of the ranks, in order; none before they were started."""
+        return self.refresh().pids
 
     def refresh(self) -> Handle:
         """The handle as it is now."""
@@ -177,6 +177,15 @@ class Host:
         if self._kept_fd is not None:
             os.close(self._kept_fd)
             self._kept_fd = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def release(self) -> None:
+        """Let go of a detached host, which goes on; `attach` finds it again."""
+        if self._process is not None:
+            self._process.returncode = 0  # no longer ours to wait for, so its going on is no warning
+            self._process = None
         if self._client is not None:
             self._client.close()
             self._client = None
