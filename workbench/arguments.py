@@ -30,8 +30,8 @@ NOT_IN_FILES = {"config", "help", "json", "run", "quiet"}
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are refusals."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.HelpFormatter, **kwargs)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         raise Refused(

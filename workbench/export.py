@@ -153,7 +153,7 @@ def _family(checkpoint: str) -> dict[str, Any]:
         return {"family": None, "rules": []}
     rules = [_rule(rule) for rule in family.rules]
     for part in family.parts:
-        nested = (config.get(part.key) or {}).get("model_type") or part.default
+        nested = str((config.get(part.key) or {}).get("model_type") or part.default)
         inner = FAMILIES[nested].rules if nested in FAMILIES else ()
         rules += [{**_rule(rule), "tensor": part.prefix + rule.tensor} for rule in inner]
     return {"family": family.name, "rules": rules}

@@ -134,7 +134,7 @@ class LiveView:
 
         grid = Table.grid(padding=(0, 2, 0, 0))
         for justify in ("left", "left", "left", "right", "right", "right"):
-            grid.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+            grid.add_column(justify=justify, no_wrap=True)
         for (rung, phase), pace in list(self._phases.items())[-6:]:
             last = pace.last
             grid.add_row(Text(rung, "bold"), Text(phase), *(Text(part) for part in pace_words(pace)), Text(last.detail))

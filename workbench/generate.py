@@ -37,7 +37,8 @@ def generate(
     info = engine.info()
     draft = Draft("generate", info.model)
     chat = has_chat_template(info.checkpoint) if chat is None else chat
-    text, tokens, first_s = "", [], None
+    text, first_s = "", None
+    tokens: list[int] = []
     last: Delta | None = None
     for delta in engine.generate(prompt, images, params, chat):
         if first_s is None and since_start_s is not None and delta.tokens:

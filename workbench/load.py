@@ -98,6 +98,7 @@ def _listener(progress: Progress, rank: int, world_size: int) -> Any:
 
 def _rank_row(mesh: Mesh, pieces: RankPieces, weights: Weights) -> dict[str, Any]:
     at = {axis: pieces.at.on(axis) for axis in ("dp", "pp", "ep", "tp") if mesh.size(axis) > 1}
+    pool = weights.pool
     return {
         "rank": pieces.rank,
         **at,
@@ -107,10 +108,10 @@ def _rank_row(mesh: Mesh, pieces: RankPieces, weights: Weights) -> dict[str, Any
         "resident_bytes": weights.nbytes,
         "read_bytes": weights.bytes_read,
         "read_s": weights.read_s,
-        "reserved_bytes": weights.pool.reserved_bytes,
-        "reserve_s": weights.pool.reserve_s,
-        "huge_page_bytes": weights.pool.huge_page_bytes,
-        "huge_page_reason": weights.pool.huge_page_reason,
+        "reserved_bytes": pool.reserved_bytes,
+        "reserve_s": pool.reserve_s,
+        "huge_page_bytes": pool.huge_page_bytes,
+        "huge_page_reason": pool.huge_page_reason,
     }
 
 
