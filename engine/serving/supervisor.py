@@ -66,9 +66,10 @@ class Handle(msgspec.Struct, kw_only=True):
 def main() -> int:
     """Read an `Order` from standard input and carry it out; 0 when the host was stopped, 1 when it failed."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    supervisor = Supervisor(order)
+    supervisor.handle.write()  # the owner need not wait for the import
     from firstlight.engine.serving import rank  # imports torch, once for all ranks
 
-    supervisor = Supervisor(order)
     try:
         supervisor.fork(rank.run_rank)
         return supervisor.watch()
@@ -96,15 +97,11 @@ class Supervisor:
         self._pids: dict[int, int] = {}  # of ranks that live
         self._left = False
         self._reported: Failure | None = None  # by a rank itself
-        self._watch = Watch(
-            mesh.world_size,
-            order.host.deadline_s,
-            order.host.stage_deadlines_s,
-            order.host.step_deadline_s,
-        )
 
     def fork(self, run_rank: object) -> None:
         """Start every rank. Nothing here has threads yet, so a fork is a whole process."""
+        host = self.order.host
+        self._watch = Watch(self.handle.mesh.world_size, host.deadline_s, host.stage_deadlines_s, host.step_deadline_s)
         for index in range(self.order.engine.mesh.world_size):
             ours, theirs = line_pair()
             pid = os.fork()
