@@ -23,12 +23,13 @@ IMAGE_TOKEN = VOCAB - 1
 
 @dataclass(frozen=True, slots=True)
 class Tiny:
-    """A tiny model: its raw configuration, the length of the prompts it is tried with, and its pictures, if any."""
+    """A tiny model: its raw configuration, the length of the prompts it is tried with, its pictures, and its files."""
 
     config: Mapping[str, Any]
     tokens: int = 24
     picture_tokens: int = 0
     shards: int = 1
+    stored: torch.dtype = torch.float32
     fields: Mapping[str, Any] = field(default_factory=dict)  # set on the saved config.json; None removes a key
 
 
@@ -127,6 +128,7 @@ TINY: dict[str, Tiny] = {
     "llama-tied": Tiny(_llama(tie_word_embeddings=True)),
     "llama-vocab257": Tiny(_llama(vocab_size=257)),
     "llama-thirds": Tiny(_llama(vocab_size=257, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)),
+    "llama-bf16": Tiny(_llama(attention_bias=True), shards=2, stored=torch.bfloat16),
     "llama-theta": Tiny(_llama(max_position_embeddings=8192, num_hidden_layers=2, **_rope("default", 500000.0)), 4200),
     "llama-rope-linear": Tiny(_llama(max_position_embeddings=256, **_rope("linear", factor=4.0)), 96),
     "llama-rope-dynamic": Tiny(_llama(**_rope("dynamic", factor=2.0)), 110),
@@ -168,6 +170,7 @@ TINY: dict[str, Tiny] = {
         ),
         40,
     ),
+    "qwen3_moe-bf16": Tiny(_qwen3_moe(num_hidden_layers=2), stored=torch.bfloat16),
     "mixtral": Tiny(_llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "mixtral-window": Tiny(
         _llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=9), 40
@@ -236,6 +239,7 @@ def build(name: str, directory: Path) -> Path:
     model = _model(dict(case.config))
     torch.manual_seed(sum(map(ord, name)))
     randomize(model)
+    model.to(case.stored)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     with quiet():
         model.save_pretrained(home, max_shard_size=size if case.shards == 1 else size // case.shards + 4096)

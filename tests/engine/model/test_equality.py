@@ -1,15 +1,18 @@
 """One rank gives what transformers gives, for every family and every key of a configuration that changes the result."""
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from firstlight.engine.weights.safetensors_file import read, write
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.workbench.reference import Reference
 from tests.checkpoints import TINY, edit_config, inputs
@@ -43,6 +46,67 @@ def test_kimi_k2_is_deepseek_v3(checkpoint: Callable[[str], Path], tmp_path: Pat
     given = inputs("deepseek_v3")
     expected = Direct(checkpoint("deepseek_v3")).run(given)
     np.testing.assert_array_equal(Direct(home).run(given)["logits"], expected["logits"])
+
+
+def rewrite(home: Path, into: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """A copy of a checkpoint with all its tensors in one file, changed."""
+    shutil.copytree(home, into, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    tensors = {name: tensor for file in sorted(home.glob("*.safetensors")) for name, tensor in read(file).items()}
+    write(into / "model.safetensors", change(tensors))
+    return into
+
+
+def as_in_memory(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names that transformers 5 has in memory for LLaVA."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace("language_model.lm_head", "lm_head").replace(
+            "language_model.model.", "model.language_model."
+        )
+        name = re.sub(r"^(vision_tower|multi_modal_projector)", r"model.\1", name)
+        found[name] = tensor
+    return found
+
+
+def as_of_old(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names that the first LLaVA releases have."""
+    return {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors.items()}
+
+
+def fused(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Experts stacked, gate and up in one tensor."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        match = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight", name)
+        if match:
+            part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(match[2], match[2])
+            groups.setdefault(match[1], {}).setdefault(part, []).append(tensors[name])
+    for layer, parts in groups.items():
+        gate, up, down = (np.stack(parts[part]) for part in ("gate_proj", "up_proj", "down_proj"))
+        found[f"{layer}.mlp.experts.gate_up_proj"] = np.concatenate((gate, up), axis=1)
+        found[f"{layer}.mlp.experts.down_proj"] = down
+    return {name.replace("block_sparse_moe.gate", "mlp.gate"): tensor for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llava-clip", as_in_memory),
+        ("llava-clip", as_of_old),
+        ("llava-siglip", as_in_memory),
+        ("qwen3_moe", fused),
+        ("mixtral", fused),
+        ("deepseek_v3", fused),
+    ],
+)
+def test_other_names_for_the_same_tensors(
+    name: str, change: Callable[[dict[str, Any]], dict[str, Any]], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    given = inputs(name)
+    expected = Direct(checkpoint(name)).run(given)
+    found = Direct(rewrite(checkpoint(name), tmp_path / "renamed", change)).run(given)
+    np.testing.assert_array_equal(found["logits"], expected["logits"])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek_v3", "llama-rope-yarn", "qwen3_moe-step"])

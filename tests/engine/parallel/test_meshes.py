@@ -17,6 +17,7 @@ LIMIT = 1e-4
 MESHES: dict[str, tuple[str, ...]] = {
     "llama": ("tp2", "tp4", "pp2", "pp3", "tp2 pp2"),  # two key/value heads: tp 4 replicates them
     "llama-biases": ("tp2", "tp4", "pp2"),
+    "llama-bf16": ("tp2", "tp4"),
     "llama-tied": ("tp2", "pp2", "tp2 pp2"),
     "llama-vocab257": ("tp2", "tp4"),
     "llama-thirds": ("tp3",),
@@ -25,6 +26,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "qwen2": ("tp2", "tp2 pp2"),
     "qwen3": ("tp4", "pp2"),
     "qwen3_moe": ("tp2", "ep2", "ep4", "tp2 ep2", "pp2 ep2", "tp2 pp2"),
+    "qwen3_moe-bf16": ("tp2 ep2",),
     "mixtral": ("tp2", "ep2", "tp2 ep2"),
     "deepseek_v3": ("tp2", "tp4", "ep2", "pp2 ep2", "tp2 ep2"),
     "deepseek_v3-full-q": ("tp2 pp2",),
