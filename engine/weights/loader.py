@@ -45,12 +45,16 @@ class Weights:
     storages: dict[str, Tensor]
     params: dict[str, Tensor]
     pieces: RankPieces
-    pool: PoolReport
     bytes_read: int
     bytes_needed: int
     read_s: float
     tied_head: bool
     pools: tuple[Pool, ...] = field(repr=False, default=())
+
+    @property
+    def pool(self) -> PoolReport:
+        """How the memory is backed now; asking takes the system tens of milliseconds."""
+        return self.pools[0].report()
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +93,6 @@ def load(
         storages=storages,
         params=params,
         pieces=pieces,
-        pool=pool.report(),
         bytes_read=done,
         bytes_needed=sum(_needed_bytes(checkpoint, piece) for piece in pieces.pieces),
         read_s=time.perf_counter() - started,

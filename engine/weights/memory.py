@@ -165,9 +165,9 @@ def huge_page_bytes(address: int, nbytes: int) -> tuple[int | None, str | None]:
     total = 0
     inside = False
     for line in smaps.read_text().splitlines():
-        area = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if area:
-            inside = int(area[1], 16) < address + nbytes and address < int(area[2], 16)
+        if not line[0].isupper():  # `7f0000000000-7f0000200000 rw-p ...`: an area; what follows are its figures
+            first, _, end = line.partition(" ")[0].partition("-")
+            inside = int(first, 16) < address + nbytes and address < int(end, 16)
         elif inside and line.startswith("AnonHugePages:"):
             total += int(line.split()[1]) * 1024
     return min(total, nbytes), None
