@@ -180,6 +180,9 @@ def missing_findings(
 
     `lost`: parameter -> the file, absent or broken, that should have held it.
     """
+    missing = list(missing)
+    if not missing:
+        return
     everything, candidates = by_pattern(params), by_pattern(unconsumed)
     yield from _lost_findings([name for name in missing if name in lost], lost)
     for pattern, names in by_pattern(name for name in missing if name not in lost).items():

@@ -106,6 +106,7 @@ class _Book:
         self.findings: list[Finding] = []
         self.problems: dict[Problem, list[tuple[str, str]]] = {}
         self.twice: list[tuple[str, str]] = []
+        self.regions: dict[tuple[int, ...], Region] = {}
 
     def enter(self, tensor: TensorInfo, match: Match | None) -> None:
         if match is None:
@@ -113,6 +114,8 @@ class _Book:
             return
         if not match.params:
             self.left_out[tensor.name] = match.rule.reason
+            return
+        if not match.rule.stacked and len(match.params) == 1 and self._whole(tensor, match):
             return
         filled: list[str] = []
         sound, elements = True, 0
@@ -136,6 +139,21 @@ class _Book:
             self._wrong(left_over(tensor, filled, elements), tensor, filled[0])
         if tensor.dtype not in FLOATS:
             self._wrong(("unsupported-format", "", ", ".join(sorted(FLOATS)), tensor.dtype), tensor, filled[0])
+
+    def _whole(self, tensor: TensorInfo, match: Match) -> bool:
+        """Enters a tensor that is one whole parameter, as most are; False when anything about it is unusual."""
+        (name,) = match.params
+        param = self.params.get(name)
+        if param is None or name in self.sources or tensor.dtype not in FLOATS or match.rule.transpose:
+            return False
+        if tensor.shape != param.shape:
+            return False
+        region = self.regions.get(tensor.shape)
+        if region is None:
+            region = self.regions[tensor.shape] = tuple((0, size, 1) for size in tensor.shape)
+        self.sources[name] = Source(tensor.name, region)
+        self.consumed[tensor.name] = match.params
+        return True
 
     def _wrong(self, problem: Problem, tensor: TensorInfo, param: str) -> None:
         self.problems.setdefault(problem, []).append((tensor.name, param))

@@ -1,18 +1,20 @@
-"""Tiny synthetic checkpoints made from a configuration alone: the weight rules of its family, run backwards. No torch.
+"""Synthetic checkpoints made from a configuration alone: the weight rules of its family, run backwards. No torch.
 
-For tests, notebooks and trial runs of layouts. Parameters get reproducible random values; each is written under the
-first name that a rule of its family gives it, in the shape in which it is stored there.
+For tests, notebooks and trial runs of layouts: `synthesize` writes random values, `outline` headers alone, in sparse
+files of a release's real size. Each parameter is stored under the first name that a rule of its family gives it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,10 +23,25 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
+from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.index import INDEX
 from firstlight.engine.weights.safetensors_file import Tagged, Tensor, bfloat16, write
 
 Values = dict[str, NDArray[np.float32]]
 Stored = Literal["F32", "BF16", "F16"]
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """A tensor to be stored: its shape, and the parameters in it, expert by expert, as `rule` puts them together."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    members: tuple[tuple[str, ...], ...]
+    rule: WeightRule
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return tuple(name for row in self.members for name in row)
 
 
 def synthesize(
@@ -49,86 +66,135 @@ def synthesize(
     Raises `Refused` when no family knows the configuration, or its rules name no tensor for a parameter.
     """
     spec, matcher = FAMILIES.describe(config)
-    tied = spec.tied_head if tied is None else tied
-    params = [param for param in spec.parameters() if not (tied and param.name == "head.weight")]
-    values = {param.name: _stored(_draw(param, seed), param.dtype or dtype) for param in params}
-    tensors = tensors_of(spec, matcher.rules, {name: _float32(value) for name, value in values.items()}, fused=fused)
-    pinned = {param.name for param in params if param.dtype == "F32"}
-    home = Path(directory)
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-    stored = {
-        name: _stored(value, "F32" if set(sources) & pinned else dtype) for name, (value, sources) in tensors.items()
-    }
-    _write(home, stored, shards)
-    return {name: _float32(value) for name, value in values.items()}
+    params = _stored_params(spec, tied)
+    values = {param.name: _float32(_as(_draw(param, seed), param.dtype or dtype)) for param in params}
+    outlines = outlines_of(spec, matcher.rules, fused=fused, tied=tied)
+    pinned = _pinned(params)
+    tensors = {item.tensor: _as(value_of(item, values), _dtype(item, pinned, dtype)) for item in outlines}
+    home = _home(directory, config)
+    files = _files(list(tensors), shards)
+    for file, names in files.items():
+        write(home / file, {name: tensors[name] for name in names}, {"format": "pt"})
+    _write_index(home, files, sum(_nbytes(tensor) for tensor in tensors.values()))
+    return values
 
 
-def tensors_of(
-    spec: ModelSpec, rules: Iterable[WeightRule], values: Mapping[str, NDArray[np.float32]], fused: bool = False
-) -> dict[str, tuple[NDArray[np.float32], tuple[str, ...]]]:
-    """Tensor name -> its value, and the parameters that it holds: the rules run backwards.
+def outline(
+    config: Mapping[str, Any], directory: str | Path, *, dtype: Stored = "BF16", shards: int = 1, fused: bool = False
+) -> int:
+    """Write the headers of a checkpoint of any size; its weights are holes of sparse files. Returns their bytes.
+
+    Arguments and errors as for `synthesize`.
+    """
+    spec, matcher = FAMILIES.describe(config)
+    pinned = _pinned(_stored_params(spec, None))
+    outlines = {item.tensor: item for item in outlines_of(spec, matcher.rules, fused=fused)}
+    home = _home(directory, config)
+    files = _files(list(outlines), shards)
+    total = 0
+    for file, names in files.items():
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            tag = _dtype(outlines[name], pinned, dtype)
+            start, end = end, end + math.prod(outlines[name].shape) * DTYPE_BITS[tag] // 8
+            header[name] = {"dtype": tag, "shape": outlines[name].shape, "data_offsets": (start, end)}
+        text = msgspec.json.encode(header)
+        text += b" " * (-len(text) % 8)
+        with (home / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(8 + len(text) + end)
+        total += end
+    _write_index(home, files, total)
+    return total
+
+
+def outlines_of(
+    spec: ModelSpec, rules: Iterable[WeightRule], *, fused: bool = False, tied: bool | None = None
+) -> list[Outline]:
+    """The tensors that store a model's parameters, in forward order.
 
     The first rule that names a parameter stores it; with `fused`, rules of several parameters or experts come first.
     Raises `Refused` when no rule names a parameter.
     """
-    usable = sorted(
-        (rule for rule in rules if rule.params and "{*}" not in rule.tensor),
-        key=lambda rule: fused and not (rule.stacked or len(rule.params) > 1),
-    )
-    found: dict[str, tuple[NDArray[np.float32], tuple[str, ...]]] = {}
+    shapes = {param.name: param.shape for param in _stored_params(spec, tied)}
+    usable = [rule for rule in rules if rule.params and "{*}" not in rule.tensor]
+    usable.sort(key=lambda rule: fused and not (rule.stacked or len(rule.params) > 1))
+    backwards = _Backwards(usable, shapes)
+    found: list[Outline] = []
     done: set[str] = set()
-    for name in values:
-        if name in done:
-            continue
-        tensor, rule, members = _home(name, usable, values)
-        parts = [[values[part] for part in expert] for expert in members]
-        whole = [_join(rule, expert) for expert in parts]
-        found[tensor] = (np.stack(whole) if rule.stacked else whole[0], tuple(n for row in members for n in row))
-        done.update(n for row in members for n in row)
+    for name in shapes:
+        if name not in done:
+            found.append(backwards.outline(name))
+            done.update(found[-1].params)
     return found
 
 
-def _home(
-    name: str, rules: Iterable[WeightRule], values: Mapping[str, NDArray[np.float32]]
-) -> tuple[str, WeightRule, list[list[str]]]:
-    """The tensor that stores a parameter, the rule that says so, and all parameters in it, expert by expert."""
-    for rule in rules:
-        for pattern in rule.params:
-            numbers = re.fullmatch(_named(pattern), name)
-            if numbers is None:
-                continue
-            where = numbers.groupdict()
-            experts = [where]
-            if rule.stacked:
-                experts = []
-                while all(_fill(param, {**where, "e": str(len(experts))}) in values for param in rule.params):
-                    experts.append({**where, "e": str(len(experts))})
-            members = [[_fill(param, numbers) for param in rule.params] for numbers in experts]
-            if members and all(member in values for row in members for member in row):
-                return _fill(_first_choice(rule.tensor), where), rule, members
-    raise Refused(
-        fatal(
-            "missing-tensor",
-            f"no weight rule of the family says where {name} is stored",
-            expected=f"a rule with {name} among its parameters",
-            found="none",
-            next="add the rule to the family file",
+def value_of(item: Outline, values: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    """The value of a tensor from those of its parameters."""
+    whole = [_join(item.rule, [values[name] for name in row]) for row in item.members]
+    return np.stack(whole) if item.rule.stacked else whole[0]
+
+
+class _Backwards:
+    """Rules read from right to left: from a parameter's name to the tensor that stores it."""
+
+    def __init__(self, rules: Iterable[WeightRule], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.candidates: dict[str, list[tuple[re.Pattern[str], WeightRule]]] = {}
+        for rule in rules:
+            for pattern in rule.params:
+                key = re.sub(r"\{\w+\}|\d+", "#", pattern)
+                self.candidates.setdefault(key, []).append((re.compile(_named(pattern)), rule))
+
+    def outline(self, name: str) -> Outline:
+        for pattern, rule in self.candidates.get(re.sub(r"\d+", "#", name), ()):
+            numbers = pattern.fullmatch(name)
+            if numbers is not None and (members := self._members(rule, numbers.groupdict())):
+                return Outline(
+                    _fill(_first_choice(rule.tensor), numbers.groupdict()), self._shape(rule, members), members, rule
+                )
+        raise Refused(
+            fatal(
+                "missing-tensor",
+                f"no weight rule of the family says where {name} is stored",
+                expected=f"a rule with {name} among its parameters",
+                found="none",
+                next="add the rule to the family file",
+            )
         )
-    )
+
+    def _members(self, rule: WeightRule, numbers: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+        """The parameters of a tensor, expert by expert; none when the model lacks one of them."""
+        rows: list[tuple[str, ...]] = []
+        while not rows or rule.stacked:
+            where = {**numbers, "e": str(len(rows))} if rule.stacked else numbers
+            row = tuple(_fill(param, where) for param in rule.params)
+            if not all(name in self.shapes for name in row):
+                break
+            rows.append(row)
+        return tuple(rows)
+
+    def _shape(self, rule: WeightRule, members: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
+        parts = [self.shapes[name] for name in members[0]]
+        if rule.transpose:
+            parts = [(*part[:-2], part[-1], part[-2]) for part in parts]
+        shape = list(parts[0])
+        if len(parts) > 1:
+            shape[rule.split_dim] = sum(part[rule.split_dim] for part in parts)
+        return (len(members), *shape) if rule.stacked else tuple(shape)
 
 
 def _join(rule: WeightRule, parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """One expert's, or the only, value of a tensor: parts behind one another or in turns, then transposed."""
+    """One expert's, or the only, value of a tensor: parts transposed, then behind one another or in turns."""
     stored = [np.swapaxes(part, -1, -2) if rule.transpose else part for part in parts]
     if len(stored) == 1:
         return np.ascontiguousarray(stored[0])
     if not rule.interleaved:
         return np.concatenate(stored, axis=rule.split_dim)
-    turns = np.stack(stored, axis=rule.split_dim + 1)
     shape = list(stored[0].shape)
     shape[rule.split_dim] *= len(stored)
-    return np.ascontiguousarray(turns.reshape(shape))
+    return np.ascontiguousarray(np.stack(stored, axis=rule.split_dim + 1).reshape(shape))
 
 
 def _named(pattern: str) -> str:
@@ -145,6 +211,20 @@ def _first_choice(tensor: str) -> str:
     return re.sub(r"\(([^|)]*)\|?[^)]*\)", r"\1", tensor)
 
 
+def _stored_params(spec: ModelSpec, tied: bool | None) -> tuple[Param, ...]:
+    tied = spec.tied_head if tied is None else tied
+    return tuple(param for param in spec.parameters() if not (tied and param.name == "head.weight"))
+
+
+def _pinned(params: Iterable[Param]) -> dict[str, str]:
+    """Parameters that the architecture pins to a dtype."""
+    return {param.name: param.dtype for param in params if param.dtype is not None}
+
+
+def _dtype(item: Outline, pinned: Mapping[str, str], dtype: str) -> str:
+    return next((pinned[name] for name in item.params if name in pinned), dtype)
+
+
 def _draw(param: Param, seed: int) -> NDArray[np.float32]:
     """Norms around one, everything else around zero with a spread that keeps activations of the order of one."""
     noise = np.random.default_rng([seed, zlib.crc32(param.name.encode())]).standard_normal(param.shape, np.float32)
@@ -153,7 +233,7 @@ def _draw(param: Param, seed: int) -> NDArray[np.float32]:
     return noise * np.float32(param.shape[-1] ** -0.5 if len(param.shape) > 1 else 0.3)
 
 
-def _stored(value: NDArray[np.float32], dtype: str) -> Tensor:
+def _as(value: NDArray[np.float32], dtype: str) -> Tensor:
     if dtype == "BF16":
         return bfloat16(value)
     return value.astype(np.float16) if dtype == "F16" else value
@@ -163,23 +243,32 @@ def _float32(value: Tensor) -> NDArray[np.float32]:
     return value.float32() if isinstance(value, Tagged) else value.astype(np.float32)
 
 
-def _write(home: Path, tensors: Mapping[str, Tensor], shards: int) -> None:
-    """Files of about equal numbers of tensors, with an index when there are several."""
-    names = list(tensors)
-    shards = min(shards, len(names))
-    if shards == 1:
-        write(home / "model.safetensors", tensors, {"format": "pt"})
-        return
-    weight_map: dict[str, str] = {}
-    for number in range(shards):
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
-        write(home / file, {name: tensors[name] for name in part}, {"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file))
-    total = sum(_nbytes(tensor) for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (home / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
 def _nbytes(tensor: Tensor) -> int:
     return int(tensor.bits.nbytes if isinstance(tensor, Tagged) else tensor.nbytes)
+
+
+def _home(directory: str | Path, config: Mapping[str, Any]) -> Path:
+    home = Path(directory)
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    return home
+
+
+def _files(names: list[str], shards: int) -> dict[str, list[str]]:
+    """File -> tensors, about as many in each."""
+    shards = min(shards, len(names))
+    if shards == 1:
+        return {"model.safetensors": names}
+    return {f"model-{i + 1:05d}-of-{shards:05d}.safetensors": list(part) for i, part in enumerate(_cut(names, shards))}
+
+
+def _cut(names: list[str], parts: int) -> Iterator[list[str]]:
+    for part in range(parts):
+        yield names[part * len(names) // parts : (part + 1) * len(names) // parts]
+
+
+def _write_index(home: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (home / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")

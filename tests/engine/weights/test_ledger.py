@@ -21,7 +21,7 @@ from firstlight.engine.weights.gaps import by_pattern, pattern_range
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.safetensors_file import Tagged, Tensor, bfloat16, read, write
 from firstlight.engine.weights.source import Source
-from firstlight.engine.weights.synthesize import synthesize, tensors_of
+from firstlight.engine.weights.synthesize import outlines_of, synthesize, value_of
 from tests.engine.weights.files import LLAMA
 
 MOE = {
@@ -430,7 +430,7 @@ def test_what_a_rule_takes_apart_was_put_together(forms: list[Mapping[str, Any]]
         param.name: np.random.default_rng(len(param.name)).random(param.shape, np.float32)
         for param in spec.parameters()
     }
-    stored = {name: value for name, (value, _) in tensors_of(spec, [*kept, *rules], values).items()}
+    stored = {item.tensor: value_of(item, values) for item in outlines_of(spec, [*kept, *rules])}
     write(tmp_path / "model.safetensors", stored)
     ledger = account(Checkpoint.open(tmp_path), spec, Matcher([*kept, *rules]))
     assert ledger.findings == ()
@@ -458,7 +458,7 @@ def test_a_parameter_without_a_rule_is_refused(tmp_path: Path) -> None:
     spec, matcher = FAMILIES.describe(LLAMA)
     rules = [r for r in matcher.rules if r.params != ("norm.weight",)]
     with pytest.raises(Refused, match=r"no weight rule of the family says where norm\.weight is stored"):
-        tensors_of(spec, rules, {"norm.weight": np.ones(8, np.float32)})
+        outlines_of(spec, rules)
 
 
 # Words

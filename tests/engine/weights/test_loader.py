@@ -27,7 +27,7 @@ from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import LoadProgress, Weights, load
 from firstlight.engine.weights.safetensors_file import write
-from firstlight.engine.weights.synthesize import Stored, Values, synthesize, tensors_of
+from firstlight.engine.weights.synthesize import Stored, Values, outlines_of, synthesize, value_of
 from tests.checkpoints import TINY
 from tests.engine.weights.files import LLAMA
 
@@ -163,8 +163,8 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     written = Written(config, home)
     _, matcher = FAMILIES.describe(config)
     rules = [r for r in matcher.rules if not any("experts" in param for param in r.params)] + STACKED[request.param]
-    stored = tensors_of(written.spec, rules, written.values)
-    write(home / "model.safetensors", {name: value for name, (value, _) in stored.items()})
+    stored = {item.tensor: value_of(item, written.values) for item in outlines_of(written.spec, rules)}
+    write(home / "model.safetensors", stored)
     written.checkpoint = Checkpoint.open(home)
     written.ledger = account(written.checkpoint, written.spec, Matcher(rules))
     written.ledger.refuse_if_incomplete()
