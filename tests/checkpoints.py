@@ -56,6 +56,19 @@ def _rope(kind: str, theta: float = 10000.0, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
 
 
+def _longrope(**more: Any) -> dict[str, Any]:
+    return _llama(
+        **_rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.3, 1.7],
+            long_factor=[1.5, 3.0, 6.0, 9.0],
+            factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+        **more,
+    )
+
+
 def _deepseek(**more: Any) -> dict[str, Any]:
     return _llama(
         **{
@@ -155,6 +168,21 @@ TINY: dict[str, Tiny] = {
     "llama-rope-yarn": Tiny(
         _llama(max_position_embeddings=256, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)), 150
     ),
+    "llama-rope-short": Tiny(_longrope(max_position_embeddings=64), 24),
+    "llama-rope-long": Tiny(_longrope(max_position_embeddings=256), 70),
+    "llama-rope-ratio": Tiny(
+        _longrope(max_position_embeddings=256),
+        70,
+        fields={
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.5, 3.0, 6.0, 9.0],
+            },
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "mistral": Tiny(_llama(model_type="mistral", sliding_window=7, head_dim=8), 40),
     "mistral-full": Tiny(_llama(model_type="mistral", sliding_window=None, head_dim=8), 40),
     "qwen2": Tiny(_llama(model_type="qwen2", use_sliding_window=False, tie_word_embeddings=True)),
@@ -177,6 +205,7 @@ TINY: dict[str, Tiny] = {
     ),
     "deepseek_v3": Tiny(_deepseek(), shards=2),
     "deepseek_v3-full-q": Tiny(_deepseek(q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False)),
+    "deepseek_v3-bias": Tiny(_deepseek(attention_bias=True, first_k_dense_replace=0, n_shared_experts=1)),
     "deepseek_v3-yarn": Tiny(
         _deepseek(
             rope_interleave=False,
@@ -203,6 +232,18 @@ TINY: dict[str, Tiny] = {
             tie_word_embeddings=True,
         ),
         40,
+    ),
+    "gemma2-uncapped": Tiny(
+        _llama(
+            model_type="gemma2",
+            head_dim=6,
+            query_pre_attn_scalar=6,
+            sliding_window=5,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            tie_word_embeddings=False,
+            attention_bias=True,
+        )
     ),
     "llava-clip": Tiny(_llava("clip", _llama()), picture_tokens=9, shards=2),
     "llava-siglip": Tiny(

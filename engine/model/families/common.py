@@ -105,7 +105,11 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
             read[name] = convert(value)
         elif key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None:
             config.unsupported(f"rope_scaling.{key}", value, "a key that a rotary variant here reads")
-    read.setdefault("original_max_positions", int(config.get("original_max_position_embeddings", max_positions)))
+    if kind in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in config:
+        read["original_max_positions"] = config.size("original_max_position_embeddings")  # the outer key wins
+    original = read.setdefault("original_max_positions", max_positions)
+    if kind in ("yarn", "longrope") and original:
+        read.setdefault("factor", max_positions / original)
     return RopeScaling(kind=kind, **read)
 
 

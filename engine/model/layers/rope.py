@@ -93,8 +93,8 @@ def attention_factor(rope: Rope) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.kind == "longrope":
-        factor = rope.max_positions / scaling.original_max_positions
-        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(scaling.original_max_positions))
+        stretch, trained = scaling.factor, scaling.original_max_positions
+        return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
     return _mscale(scaling.factor, 1.0)
