@@ -14,7 +14,7 @@ import torch
 
 from firstlight.engine.weights.safetensors_file import read, write
 from firstlight.kernels.attention.meta import AttentionMeta
-from firstlight.workbench.reference import Reference
+from firstlight.workbench.golden import Golden
 from tests.checkpoints import TINY, edit_config, inputs
 from tests.engine.direct import Direct, flatten
 
@@ -22,9 +22,11 @@ LIMIT = 2e-5  # float32, relative to the largest value of the reference
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_one_rank_equals_transformers(name: str, checkpoint: Callable[[str], Path]) -> None:
-    given = inputs(name, batch=1 if TINY[name].tokens > 1000 else 2)
-    expected = Reference.open(checkpoint(name)).run(given)
+def test_one_rank_equals_transformers(
+    name: str, checkpoint: Callable[[str], Path], golden_file: Callable[[str], Path]
+) -> None:
+    golden = Golden.read(golden_file(name))
+    given, expected = golden.inputs(), {key: value for key, value in golden.outputs.items() if key != "generated"}
     model = Direct(checkpoint(name))
     found = model.run(given)
     _, mask = flatten(given)
