@@ -30,6 +30,10 @@ from firstlight.engine.settings import child_environment, read_settings
 
 POLL_S = 0.02
 STOP_GRACE_S = 5.0
+CHILD_VARIABLES = {
+    "OPENBLAS_NUM_THREADS": "1",  # forking wants a process without threads
+    **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),  # ranks of one machine talk on loopback
+}
 Watcher = Callable[[Health], None]
 
 
@@ -281,7 +285,7 @@ def _spawn(
             stderr=log,
             start_new_session=True,
             pass_fds=() if owner_fd is None else (owner_fd,),
-            env=child_environment(OPENBLAS_NUM_THREADS="1"),  # forking wants a process without threads
+            env=child_environment(**CHILD_VARIABLES),
         )
     if owner_fd is not None:
         os.close(owner_fd)

@@ -11,11 +11,12 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -23,6 +24,9 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.health import Failure, Status, Store, Watch
 from firstlight.engine.serving.line import Line, Note, line_pair
 from firstlight.engine.serving.options import EngineOptions, HostOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 HANDLE = "host.json"
 LOOK_PERIOD_S = 0.1
@@ -117,9 +121,7 @@ class Supervisor:
 
     def watch(self) -> int:
         """Follow the ranks until they have left or one is lost."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store = _local_store()
         for line in self._lines.values():
             line.send(Note(store_port=store.port))
         while self._pids:
@@ -217,6 +219,22 @@ class Supervisor:
         for name, value in changes.items():
             setattr(self.handle, name, value)
         self.handle.write()
+
+
+def _local_store() -> TCPStore:
+    """The store that ranks meet at. Left to itself it would listen on every interface; the socket here does not."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _become_rank(order: Order, index: int, line: Line, run_rank: object) -> NoReturn:

@@ -22,6 +22,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     with Host.start(
         MENAGERIE, Mesh(tp=2), run_dir=run_dir, http=options, dtype="F32", max_batch=16, max_context=160
     ) as host:
-        host.wait_ready(120)
+        host.wait_ready(240)
         yield host
         assert host.health().is_ready, f"a test ended the host: {host.health().failure}\n{host.log(0)}"

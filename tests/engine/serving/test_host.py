@@ -27,6 +27,7 @@ from firstlight.engine.serving.stream import EngineFailed
 from tests.checkpoints import inputs
 
 DEADLINE_S = 2.0
+READY_S = 240.0  # a bound for machines that do much else
 QUICK = HostOptions(deadline_s=DEADLINE_S, beat_period_s=0.1, linger_s=1.0)
 LONG = SamplingParams(max_new_tokens=48, ignore_eos=True)
 
@@ -47,7 +48,7 @@ def gone(pids: tuple[int, ...], within_s: float) -> bool:
 @pytest.fixture
 def pair(checkpoint: Get, tmp_path: Path) -> Iterator[Host]:
     with Host.start(checkpoint("llama"), Mesh(tp=2), run_dir=tmp_path / "run", http=QUICK, threads=2) as host:
-        host.wait_ready(60)
+        host.wait_ready(READY_S)
         yield host
     assert gone((*host.pids, host.handle.pid), 5.0)
 
@@ -74,7 +75,7 @@ def test_a_lost_rank_turns_health_bad_within_the_deadline(pair: Host, number: in
     reason = "killed by signal 9" if number == signal.SIGKILL else "no sign of life"
     assert reason in body["failure"]["reason"]
     if number == signal.SIGKILL:
-        assert time.monotonic() - lost < 1.5
+        assert time.monotonic() - lost < DEADLINE_S, "its exit tells before its silence does"
     if running is not None:
         deltas = list(running)
         assert deltas[-1].finish == "error" or len(deltas) == 47  # it may have been done before
@@ -99,7 +100,7 @@ import os, signal, sys
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.host import Host
 host = Host.start(sys.argv[1], Mesh(tp=2), run_dir=sys.argv[2], detached=sys.argv[3] == "detached", threads=2)
-host.wait_ready(60)
+host.wait_ready(240)
 print(*host.pids, host.handle.pid, flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -154,6 +155,13 @@ def test_a_detached_host_outlives_its_owner_and_is_found_again(checkpoint: Get, 
     assert host.health().status == "stopped"
 
 
+def test_nothing_listens_beyond_loopback(pair: Host) -> None:
+    processes = [psutil.Process(pid) for pid in (pair.handle.pid, *pair.pids)]
+    listening = [one for process in processes for one in process.net_connections() if one.status == "LISTEN"]
+    assert len(listening) >= 3  # the store, HTTP, gloo
+    assert {one.laddr.ip for one in listening} == {"127.0.0.1"}
+
+
 def test_draining_ends_what_runs_and_refuses_what_comes(pair: Host) -> None:
     client = pair.client()
     running = client.generate([5, 6, 7], params=LONG)
@@ -184,18 +192,18 @@ def test_what_a_rank_refuses_reaches_the_owner(checkpoint: Get, tmp_path: Path) 
     stages: list[str] = []
     with Host.start(broken, run_dir=tmp_path / "run") as host:
         with pytest.raises(Refused) as caught:
-            host.wait_ready(60, lambda health: stages.append(health.stage))
+            host.wait_ready(READY_S, lambda health: stages.append(health.stage))
         assert caught.value.findings[0].code == "truncated-shard"
         assert host.health().status == "failed"
     with Host.start(path, Mesh(tp=3), run_dir=tmp_path / "three") as host, pytest.raises(Refused) as caught:
-        host.wait_ready(60)
+        host.wait_ready(READY_S)
     assert caught.value.findings[0].code == "indivisible"
 
 
 def test_the_start_is_shown_by_stages(checkpoint: Get, tmp_path: Path) -> None:
     seen: list[Any] = []
     with Host.start(checkpoint("llava-clip"), run_dir=tmp_path / "run", threads=2) as host:
-        health = host.wait_ready(60, seen.append).health()
+        health = host.wait_ready(READY_S, seen.append).health()
     passed = {stage.name: stage for stage in health.stages if stage.status == "passed"}
     assert {"mesh", "ping", "ledger", "load", "warm-up text", "warm-up image", "ready"} <= set(passed)
     assert all(stage.deadline_s for name, stage in passed.items() if name != "ready")
@@ -214,7 +222,7 @@ def test_only_loopback_is_open_without_a_token() -> None:
 
 def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_path: Path) -> None:
     with Host.start(checkpoint("llama"), run_dir=tmp_path / "run", make_token=False, threads=1) as host:
-        host.wait_ready(60)
+        host.wait_ready(READY_S)
         assert httpx.get(f"{host.url}/v1/models").status_code == 200
         rebound = httpx.get(f"{host.url}/v1/models", headers={"Host": "evil.example"})
         assert rebound.status_code == 403
@@ -224,7 +232,7 @@ def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_pat
         taken = int(host.url.rpartition(":")[2])
         second = Host.start(checkpoint("llama"), run_dir=tmp_path / "two", http=HostOptions(port=taken))
         with second, pytest.raises(Refused, match="cannot listen"):
-            second.wait_ready(60)
+            second.wait_ready(READY_S)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, pp=2), Mesh(ep=2, tp=2)], ids=lambda mesh: mesh.describe())
@@ -237,7 +245,7 @@ def test_every_mesh_gives_the_tokens_and_traces_of_one_rank(checkpoint: Get, tmp
     wanted = single.trace(ids, mask, given, steps=4)
     answer = single.complete([5, 6, 7], params=params)
     with Host.start(path, mesh, run_dir=tmp_path / "run", dtype="F32", threads=4) as host:
-        client = host.wait_ready(90)
+        client = host.wait_ready(READY_S)
         found = client.trace(ids, mask, given, steps=4)
         streams = [client.generate([5, 6, 7], params=params) for _ in range(5)]  # over all replicas
         tokens = {tuple(token for delta in stream for token in delta.tokens) for stream in streams}
@@ -320,5 +328,5 @@ def test_a_host_that_cannot_start_says_so(tmp_path: Path) -> None:
         Host.start(tmp_path / "nowhere", run_dir=tmp_path / "run") as host,
         pytest.raises((Refused, RankFailure)) as caught,
     ):
-        host.wait_ready(60)
+        host.wait_ready(READY_S)
     assert "not a checkpoint directory" in str(caught.value)
