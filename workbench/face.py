@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 NARROWEST = 40
-BAR_WIDTH = 20
+BAR_WIDTH = 16
+MOST_PHASES = 6
 
 
 @dataclass
@@ -129,31 +130,30 @@ class LiveView:
             self._live.stop()
 
     def _render(self) -> Any:
-        from rich.table import Table
+        """A line a phase, the running one last; what does not fit at the right is left off."""
         from rich.text import Text
 
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for justify in ("left", "left", "left", "right", "right", "right"):
-            grid.add_column(justify=justify, no_wrap=True)
-        for (rung, phase), pace in list(self._phases.items())[-6:]:
-            last = pace.last
-            grid.add_row(Text(rung, "bold"), Text(phase), *(Text(part) for part in pace_words(pace)), Text(last.detail))
-        return grid
+        shown = list(self._phases.items())[-MOST_PHASES:]
+        widest = max(len(phase) for (_, phase), _ in shown)
+        lines = []
+        for (rung, phase), pace in shown:
+            line = Text.assemble((f"{rung:<8}", "bold"), f" {phase:<{widest}}  ")
+            line.append("  ".join(part for part in (*pace_words(pace), pace.last.detail) if part))
+            lines.append(line)
+        return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def pace_words(pace: Pace) -> tuple[str, str, str]:
-    """A bar or the count, the rate, and the time to go."""
+def pace_words(pace: Pace) -> tuple[str, ...]:
+    """What is known of a phase, the most wanted first: a bar and the time to go, the rate, the whole."""
     last, rate, remaining_s = pace.last, pace.rate, pace.remaining_s
-    if last.total:
-        share = min(1.0, last.done / last.total)
-        filled = round(share * BAR_WIDTH)
-        amount = f"{'━' * filled}{'─' * (BAR_WIDTH - filled)} {share:4.0%} of {words.quantity(last.total, last.unit)}"
-    else:
-        amount = words.quantity(last.done, last.unit) if last.done else ""
     speed = words.quantity(rate, f"{last.unit}/s") if rate and last.unit else ""
-    if last.total and last.done >= last.total:
-        return amount, speed, "done"
-    return amount, speed, f"{words.seconds(remaining_s)} to go" if remaining_s is not None else ""
+    if not last.total:
+        return (words.quantity(last.done, last.unit) if last.done else "", speed)
+    share = min(1.0, last.done / last.total)
+    filled = round(share * BAR_WIDTH)
+    bar = f"{'━' * filled}{'─' * (BAR_WIDTH - filled)} {share:4.0%}"
+    to_go = "done" if share == 1 else f"{words.seconds(remaining_s)} to go" if remaining_s is not None else ""
+    return (bar, f"{to_go:<12}", speed, f"of {words.quantity(last.total, last.unit)}")
 
 
 def say_refused(findings: Sequence[Finding], lead: str = "refused") -> None:

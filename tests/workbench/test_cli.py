@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("generate", "x", "--prompt", "a", "--image", "no.png"), "the picture no.png is not there"),
         (("generate", "x", "--prompt", "a", "--temperature", "-1"), "temperature is out of range"),
         (("generate", "x", "--prompt", "a", "--backend", "nccl", "--device", "cpu"), "does not go with"),
+        (("generate", "x", "--prompt", "a", "--device", "cpu", "--device-ids", "0,1"), "device ids name GPUs"),
+        (("generate", "x", "--prompt", "a", "--device-ids", "a"), "'a' is not a list of device numbers"),
         (("verify", "x", "--layers", "5"), "'5' is not A:B"),
         (("serve", "x", "--host", "0.0.0.0"), "without a token"),
         (("scan", "no/such/dir"), "not a checkpoint directory"),
@@ -233,3 +236,48 @@ def test_a_reader_that_leaves_is_no_error(checkpoint: Get) -> None:
     run = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert run.stderr == ""
     assert run.stdout.startswith("scan  llama")
+
+
+@pytest.mark.parametrize("verb", ["load", "generate", "serve", "verify", "profile"])
+def test_nothing_starts_on_a_broken_checkpoint(
+    verb: str, checkpoint: Get, golden_file: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scan fails on it, with its reasons; whatever would compute with it is refused."""
+    home = Path(shutil.copytree(checkpoint("llama"), tmp_path / "broken"))
+    lost = sorted(home.glob("*.safetensors"))[-1]
+    lost.unlink()
+    more = {
+        "generate": ("--prompt", "a"),
+        "serve": ("--port", "0"),
+        "verify": ("--golden", str(golden_file("llama"))),
+    }
+    status, out, err = say(capsys, verb, str(home), *more.get(verb, ()))
+    assert (status, out) == (2, "")
+    assert "missing-shard" in err
+    assert lost.name in err
+    assert say(capsys, "scan", str(home), "-q")[0] == 1
+
+
+def test_verify_from_the_command_line(checkpoint: Get, golden_file: Get, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "verify",
+        str(checkpoint("llama")),
+        "--golden",
+        str(golden_file("llama")),
+        "--layers",
+        "0:2",
+        "--json",
+        "-",
+    )
+    status, out, _ = say(capsys, *words, "-q")
+    report = json.loads(out)
+    assert (status, report["status"]) == (0, "passed")
+    other = ("verify", str(checkpoint("llama-biases")), "--golden", str(golden_file("llama")), "-q")
+    assert say(capsys, *other)[0] in (1, 2), "another model's numbers do not pass"
+
+
+def test_a_model_without_a_tokenizer_answers_no_text(checkpoint: Get, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = say(capsys, "generate", str(checkpoint("llama")), "--prompt", "a")
+    assert status == 2
+    assert "tokenizer.json" in err
+    assert "missing-side-file" in err

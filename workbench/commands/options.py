@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,7 @@ def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
     """The engine's options as asked for on the command line."""
     from firstlight.engine.serving.options import EngineOptions
 
+    _choose_devices(arguments)
     values = {
         "checkpoint": arguments.checkpoint,
         "mesh": mesh_of(arguments),
@@ -158,6 +160,23 @@ def device_of(arguments: argparse.Namespace) -> str:
             )
         )
     return wanted if device == "auto" else device
+
+
+def _choose_devices(arguments: argparse.Namespace) -> None:
+    """Lets this process and the ranks it starts see the GPUs asked for, and no others; before torch looks at them."""
+    if not arguments.device_ids:
+        return
+    if device_of(arguments) == "cpu":
+        raise Refused(
+            fatal(
+                "usage",
+                "device ids name GPUs, but the engine is to compute on the CPU",
+                expected="--device cuda, or no --device-ids",
+                found=f"--device-ids {','.join(map(str, arguments.device_ids))} with the CPU",
+                next="leave one of the two out",
+            )
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, arguments.device_ids))
 
 
 def positive(text: str) -> int:

@@ -13,7 +13,7 @@ from firstlight.workbench.session import Session
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
     parser.add_argument("--golden", metavar="FILE", help="verify against this file (default: against transformers)")
-    parser.add_argument("--cluster", metavar="C", help="plan for this cluster as well as for here")
+    parser.add_argument("--cluster", metavar="C", help="plan for this cluster, not for this machine")
     parser.add_argument("--deep", action="store_true", help="hash every tensor in the scan")
     parser.add_argument("--detached", action="store_true", help="leave the engine running at the end")
     options.engine(parser)
