@@ -7,11 +7,12 @@ from html import escape
 from typing import Any
 
 from firstlight.workbench.render import words
-from firstlight.workbench.render.terminal import finding_fields
+from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Report
 
 MOST_ROWS = 200
 FOLDED_FROM = 16
+SHORT_TEXT = 28  # characters that stay on one line
 
 # Colours hold against white and against black; everything else follows the page.
 STYLE = """
@@ -25,6 +26,7 @@ STYLE = """
 text-align:left!important;vertical-align:top!important;background:none;color:inherit;white-space:normal;max-width:36rem}
 .firstlight th{font-weight:500;opacity:.7}
 .firstlight td.n,.firstlight th.n{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
+.firstlight td.t{white-space:nowrap}
 .firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
 .firstlight .passed{color:#2a8a4a}.firstlight .failed,.firstlight .refused,.firstlight .fatal{color:#d1383d}
 .firstlight .warning{color:#b27a00}.firstlight .skipped,.firstlight .note{color:inherit;opacity:.65}
@@ -45,13 +47,13 @@ def _parts(report: Report) -> Iterator[str]:
     yield f"<h4>{escape(report.verb)} · {escape(report.title)} · {status}{when}{forced}</h4>"
     if report.checks:
         yield _section("checks", _checks(report))
+    if report.findings:
+        yield _section("findings", _findings(report))
     if report.metrics:
         yield _section("figures", _metrics(report))
     for name, rows in report.tables.items():
         if rows:
             yield _section(name.replace("_", " "), _folded(rows))
-    if report.findings:
-        yield _section("findings", _findings(report))
 
 
 def _section(title: str, body: str) -> str:
@@ -69,6 +71,7 @@ def _rows(rows: Iterable[Iterable[str]]) -> str:
 
 
 def _td(text: str, kind: str = "") -> str:
+    kind = kind or ("t" if len(text) <= SHORT_TEXT else "")
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 
@@ -94,7 +97,7 @@ def _metrics(report: Report) -> str:
 
 def table_html(rows: list[dict[str, Any]]) -> str:
     """Rows by column as a table; long ones are cut, and say so."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if says_something(column, rows)]
     numeric = {column: any(words.is_number(row.get(column)) for row in rows) for column in columns}
     kinds = {column: "n" if numeric[column] else "" for column in columns}
     head = "".join(f'<th class="{kinds[c]}">{escape(words.heading(c))}</th>' for c in columns)

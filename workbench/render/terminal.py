@@ -129,7 +129,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if _says_something(column, rows)]
+    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if says_something(column, rows)]
     shown = rows[:MOST_ROWS]
     parts: list[RenderableType] = []
     for group in _column_groups(columns, shown, width - INDENT[3]):
@@ -140,7 +140,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _says_something(column: str, rows: list[dict[str, Any]]) -> bool:
+def says_something(column: str, rows: list[dict[str, Any]]) -> bool:
     """Whether a column is worth its place: any value but nothing, and bytes that are not all zero."""
     values = [row.get(column) for row in rows]
     if column.endswith("_bytes") and not any(values):
