@@ -2,7 +2,8 @@
 //
 // With few rows the time is that of reading the weight once, so a tile of 4 weight rows is read from memory while up to
 // 24 rows of x, which stay in the nearest cache, are multiplied with it, at most 6 at a time (24 sums in registers). The
-// tile four further on is asked for meanwhile, spread over the work, which is what hides memory behind arithmetic.
+// tile four further on is asked for meanwhile, spread over the work, which is what hides memory behind arithmetic. With up
+// to 3 rows there is little arithmetic to hide behind, and one row of the weight after another is read fastest.
 //
 // Each element of y is summed in an order that depends on H alone: a row's result is the same bits whatever rows
 // accompany it and however many threads share the work.
@@ -14,6 +15,8 @@ constexpr int TILE = 4;            // rows of the weight
 constexpr int BLOCK = 6;           // rows of x per pass over a tile
 constexpr int GROUP = 4 * BLOCK;   // rows of x that meet a tile before the next is read
 constexpr int AHEAD = 4;           // tiles between the one in work and the one asked for
+constexpr int ONE_BY_ONE = -1;     // instead of asking: weight rows one after another, which the CPU foresees by itself
+constexpr int FEW = 3;             // rows of x up to which that is faster
 constexpr int64_t SERIAL = 1 << 15; // fewer multiplications than this are not worth waking a second thread
 
 #if HAS_BF16_DOT
@@ -21,12 +24,12 @@ constexpr int64_t SERIAL = 1 << 15; // fewer multiplications than this are not w
 // One step of 32 along H: R rows of the weight times C rows of x; the bits of ASK say which rows to ask for AHEAD.
 template <int R, int C, int ASK, bool WHOLE>
 static FORCE_INLINE void
-multiply_step(const bf16 *weight, const bf16 *x, int64_t H, __mmask32 mask, __m512 (&sum)[TILE][C]) {
+multiply_step(const bf16 *weight, const bf16 *x, int64_t H, __mmask32 mask, __m512 (*sum)[C]) {
     __m512bh w[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         w[r] = load_bf16<WHOLE>(weight + r * H, mask);
-        if (ASK >> r & 1) _mm_prefetch((const char *)(weight + (r + AHEAD * TILE) * H), _MM_HINT_T1);
+        if (ASK > 0 && ASK >> r & 1) _mm_prefetch((const char *)(weight + (r + AHEAD * TILE) * H), _MM_HINT_T1);
     }
 #pragma GCC unroll 6
     for (int c = 0; c < C; c++) {
@@ -38,12 +41,17 @@ multiply_step(const bf16 *weight, const bf16 *x, int64_t H, __mmask32 mask, __m5
 
 template <int R, int C, int ASK>
 static FORCE_INLINE void multiply(const bf16 *weight, const bf16 *x, int64_t H, const bf16 *bias, bf16 *y, int64_t F) {
+    constexpr int TOGETHER = ASK == ONE_BY_ONE ? 1 : R; // weight rows that go through a step side by side
     __m512 sum[TILE][C];
     for (int r = 0; r < TILE; r++)
         for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
-    int64_t h = 0;
-    for (; h + 32 <= H; h += 32) multiply_step<R, C, ASK, true>(weight + h, x + h, H, 0, sum);
-    if (h < H) multiply_step<R, C, 0, false>(weight + h, x + h, H, (1u << (H - h)) - 1, sum);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r += TOGETHER) {
+        const bf16 *row = weight + r * H;
+        int64_t h = 0;
+        for (; h + 32 <= H; h += 32) multiply_step<TOGETHER, C, ASK, true>(row + h, x + h, H, 0, sum + r);
+        if (h < H) multiply_step<TOGETHER, C, 0, false>(row + h, x + h, H, (1u << (H - h)) - 1, sum + r);
+    }
     __m128 added = _mm_setzero_ps();
     __mmask8 rows = (1 << R) - 1;
     if (bias) added = _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_maskz_loadu_epi16(rows, bias)), 16));
@@ -91,6 +99,7 @@ static void multiply_group(const bf16 *weight, const bf16 *x, int64_t T, int64_t
         bf16 *y_block = y + first * F;
         int C = (int)(last - first);
         if (R < TILE) multiply_block<R, 0>(C, weight, x_block, H, bias, y_block, F);
+        else if (T <= FEW) multiply_block<R, ONE_BY_ONE>(C, weight, x_block, H, bias, y_block, F);
         else if (blocks == 1) multiply_block<R, 0b1111>(C, weight, x_block, H, bias, y_block, F);
         else if (blocks == 2 && block == 0) multiply_block<R, 0b0011>(C, weight, x_block, H, bias, y_block, F);
         else if (blocks == 2) multiply_block<R, 0b1100>(C, weight, x_block, H, bias, y_block, F);
