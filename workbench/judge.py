@@ -67,7 +67,7 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
         say("generated", 0, steps, "tokens")
         _generated(draft, case, engine, free["generated"])
     elif case.steps:
-        longest = f"{golden.longest} + {case.steps} tokens are more than the model has positions for"
+        longest = f"{golden.longest} + {case.steps} tokens are more than the context holds"
         draft.check(f"{case.prefix}generated", None, detail=longest)
     _first_fault(case, verdict)
     _layer_table(draft, case, verdict)

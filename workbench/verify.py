@@ -55,8 +55,8 @@ def verify(
     checkpoint = Checkpoint.open(options.checkpoint)
     spec, _ = FAMILIES.describe(checkpoint.config)
     _check_layers(layers, spec)
-    options = _defaults(options)
-    dtype = options.dtype if engine is None else engine.info().dtype
+    options = _defaults(options, engine)
+    dtype = options.dtype
     draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {dtype}")
     draft.find((*checkpoint.findings, *spec.findings))
     within = limit_of(dtype) if limit is None else limit
@@ -81,7 +81,8 @@ def verify(
             eos_ids(checkpoint),
             say,
         )
-    cases = [_decodable(case, spec) for case in cases]
+    longest = spec.max_positions if engine is None else engine.info().max_context
+    cases = [replace(case, decodes=case.golden.longest + case.steps <= longest) for case in cases]
     options = _sized(options, cases)
     draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
     with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
@@ -127,11 +128,6 @@ def _golden_case(
     return Case(golden=golden, spec=spec, limit=limit, dtype=dtype, layers=layers, eos_ids=ends)
 
 
-def _decodable(case: Case, spec: ModelSpec) -> Case:
-    """Whether the generated tokens fit the model's positions; an engine is not started with a longer context."""
-    return replace(case, decodes=case.golden.longest + case.steps <= spec.max_positions)
-
-
 def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:
     """A cache no larger than the cases need."""
     needed = max((case.golden.longest + case.steps for case in cases if case.decodes and case.steps), default=16)
@@ -142,12 +138,15 @@ def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:
     return msgspec.structs.replace(options, max_context=needed, max_batch=min(options.max_batch, rows))
 
 
-def _defaults(options: EngineOptions) -> EngineOptions:
-    """Float32 on the CPU, nothing warmed up: what is compared is the mathematics."""
+def _defaults(options: EngineOptions, engine: EngineLike | None) -> EngineOptions:
+    """Float32 on the CPU unless something else is asked for or runs: what is compared is the mathematics."""
+    info = None if engine is None else engine.info()
+    dtype, device = ("F32", "cpu") if info is None else (info.dtype, info.device.partition(":")[0])
     return msgspec.structs.replace(
         options,
-        dtype="F32" if options.dtype == "auto" else options.dtype,
-        device="cpu" if options.device == "auto" else options.device,
+        mesh=options.mesh if info is None else info.mesh,
+        dtype=dtype if info is not None or options.dtype == "auto" else options.dtype,
+        device=device if info is not None or options.device == "auto" else options.device,
         num_pages=None,
         warm_up=False,
     )

@@ -282,3 +282,17 @@ def test_the_command_line_is_fast_and_needs_no_tokenizer(checkpoint: Get, golden
     assert "transformers" not in {
         line.rpartition("|")[2].strip().partition(".")[0] for line in found.stderr.splitlines()
     }
+
+
+def test_an_engine_that_runs_is_used_as_it_is(checkpoint: Get, golden_file: Get) -> None:
+    """Its mesh, dtype and context count; generated tokens beyond its context are passed over, and it says so."""
+    home = checkpoint("llama")
+    options = EngineOptions(checkpoint=str(home), dtype="BF16", device="cpu", max_context=26, threads=1)
+    with open_engine(options) as engine:
+        report = verify(EngineOptions(checkpoint=str(home), mesh=Mesh(tp=2)), golden_file("llama"), engine=engine)
+        assert report.status == "passed", failed(report)
+        assert report.title.endswith("1 rank, BF16")
+        (generated,) = [one for one in report.checks if one.name == "generated"]
+        assert generated.status == "skipped"
+        assert "24 + 6 tokens" in generated.detail
+        assert engine.health().is_ready
