@@ -5,8 +5,9 @@ What is done to a picture, in this order; the record of each picture states it:
 2. Of an animation or a file with several pages, the first frame is used.
 3. The EXIF orientation is applied (`apply_exif=False` leaves the stored orientation, as a processor does that is given
    `PIL.Image.open(file)` itself).
-4. 16-bit grey is scaled to 8 bits, 65535 to 255, rounded: v * 255 / 65535. transformers clips such values at 255, which
-   makes all but the darkest 0.4 % of the range white. 16-bit RGB keeps the upper eight bits, as Pillow reads it.
+4. Grey of 16 or 32 bits is taken as transformers takes it where all values lie within 0 to 255. Larger values it clips
+   to white, which is nearly all of a 16-bit range: such a picture is refused, with its values, rather than answered for
+   as a white one. 16-bit RGB keeps the upper eight bits, as Pillow reads it.
 5. Transparency (alpha, a palette's or a colour's tRNS) is composited on white, as transformers 5 does.
 6. Everything else (grey, bilevel, palette, CMYK, YCbCr, LAB) is converted by Pillow. ICC profiles are not applied.
 """
@@ -41,6 +42,9 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
+
+# How files of the common formats begin, to tell a broken one from something else.
+BEGINNINGS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF"}
 
 # What Pillow's decoders raise on broken files, besides its own UnidentifiedImageError (an OSError); where warnings are
 # errors, their warnings as well.
@@ -125,12 +129,13 @@ def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, l
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         _refuse(name, f"too many pixels: {error}", expected=f"at most {limits.max_pixels} pixels", next="scale it down")
     except _DECODE_ERRORS:
+        begun = next((form for start, form in BEGINNINGS.items() if data.startswith(start)), None)
         _refuse(
             name,
-            "not a picture that can be decoded",
+            f"a {begun} that breaks off or is broken before its size" if begun else "not a picture that can be decoded",
             expected=f"one of {', '.join(limits.formats)}",
             found=_describe(data),
-            next="convert it to PNG or JPEG",
+            next="fetch or save the picture again" if begun else "convert it to PNG or JPEG",
         )
     width, height = image.size
     if width * height > limits.max_pixels or width * height == 0:
@@ -234,8 +239,8 @@ def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, 
     """The picture in RGB, and whether something transparent was composited on white."""
     from PIL import Image
 
-    if image.mode in SIXTEEN_BIT_MODES or image.mode in ("I", "F"):
-        return _from_wide_grey(image, name, notes)
+    if image.mode in (*SIXTEEN_BIT_MODES, "I", "F"):
+        _check_wide_grey(image, name)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -245,23 +250,16 @@ def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, 
     return image.convert("RGB"), False
 
 
-def _from_wide_grey(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, bool]:
-    """8-bit RGB from grey of 16 bits: 65535 becomes 255. 32-bit integers and floats have no defined white: refused."""
+def _check_wide_grey(image: Image.Image, name: str) -> None:
+    """Refuses grey of more than 8 bits whose values have no place in 8: the vendor's processor would clip them."""
     import numpy as np
-    from PIL import Image
 
     grey = np.asarray(image)
-    if image.mode == "F" or grey.min() < 0 or grey.max() > 65535:
+    if image.mode == "F" or grey.min() < 0 or grey.max() > 255:
         _refuse(
             name,
-            f"mode {image.mode}: values without a defined white",
-            expected="8 or 16 bits a channel",
-            found=f"values from {grey.min()} to {grey.max()}",
-            next="scale it to 8 bits and save it as PNG",
+            f"grey of mode {image.mode}: values without a defined white, which the model's processor would clip at 255",
+            expected="8 bits a channel, or values from 0 to 255",
+            found=f"values from {grey.min():g} to {grey.max():g}",
+            next="scale it to 8 bits (16 bits: divide by 257) and save it as PNG",
         )
-    notes.append("16-bit grey scaled to 8 bits, 65535 to 255; transformers clips at 255 instead")
-    scaled = ((grey.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        scaled[grey == transparent] = 255
-    return Image.fromarray(scaled).convert("RGB"), isinstance(transparent, int)
