@@ -37,7 +37,8 @@ def alive(pids: tuple[int, ...]) -> list[int]:
 @pytest.fixture(scope="module")
 def bringup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bringup]:
     """The first rungs climbed on two ranks, the engine running."""
-    with Bringup(MENAGERIE, tp=2, root=tmp_path_factory.mktemp("runs"), max_context=256) as session:
+    root = tmp_path_factory.mktemp("runs")
+    with Bringup(MENAGERIE, tp=2, root=root, max_context=256, force=True) as session:  # tests stand on their own
         for report in (session.scan(), session.plan(), session.load(), session.start()):
             assert report.passed, (report.verb, failed(report), report.findings)
         yield session
@@ -105,7 +106,6 @@ def test_infer_with_pictures_of_its_own(bringup: Bringup) -> None:
     report = bringup.infer([Question(prompt="What does a cow say?"), *questions])
     assert "answers are the expected ones" not in [check.name for check in report.checks]
     assert [row["picture"] for row in report.tables["answers"]] == [None, *DRAWN]
-    assert bringup.infer().passed, "the last report counts for the rungs above"
 
 
 def test_profile_splits_a_token_on_every_rank(bringup: Bringup) -> None:
@@ -143,12 +143,12 @@ def test_progress_reaches_listeners_and_the_run(bringup: Bringup) -> None:
 def test_a_rung_that_is_refused_leaves_a_report(bringup: Bringup) -> None:
     report = bringup.verify(golden=CAT)
     assert report.status == "refused"
+    bringup.force = False
     assert "cat.png" in str(report.findings[0].file)
     refused = bringup.profile()
     assert refused.findings[0].code == "earlier-rung-failed"
     bringup.force = True
     assert bringup.profile(prompt_tokens=8, decode_steps=2, bandwidth=False).forced
-    bringup.force = False
 
 
 def test_before_start_there_is_no_engine(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_before_start_there_is_no_engine(tmp_path: Path) -> None:
 
 
 def test_a_detached_engine_outlives_its_session(tmp_path: Path) -> None:
-    with Bringup(MENAGERIE, run=tmp_path / "run", detached=True, max_context=128, dtype="F32") as session:
+    with Bringup(MENAGERIE, run=tmp_path / "run", detached=True, max_context=128, dtype="F32", threads=1) as session:
         assert session.start().passed
         assert session.host is not None
         pids = session.host.pids
@@ -183,7 +183,7 @@ def test_broken_weights_are_found_by_infer_and_stop_the_ladder(tmp_path: Path) -
             values = np.memmap(home / tensor.file, "u2", "r+", tensor.offset_bytes, tensor.nbytes // 2)
             values[:] = draw.permutation(values)
             values.flush()
-    with Bringup(home, root=tmp_path / "runs", max_context=128) as session:
+    with Bringup(home, root=tmp_path / "runs", max_context=128, threads=1) as session:
         assert session.scan().passed
         assert session.start().passed
         report = session.infer(

@@ -14,7 +14,7 @@ from firstlight.workbench.cli import main
 SAMPLES = Path(__file__).parents[2] / "data" / "samples"
 MENAGERIE = str(SAMPLES / "menagerie")
 PICTURES = SAMPLES / "pictures"
-ASK = ("--prompt", "What animal is this?", "--max-new-tokens", "16", "--max-context", "256")
+ASK = ("--prompt", "What animal is this?", "--max-new-tokens", "16", "--max-context", "256", "--threads", "1")
 
 
 def test_the_answer_is_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
