@@ -87,6 +87,7 @@ def load(
             done += nbytes
             if progress is not None:
                 progress(LoadProgress(layer, done, total, time.perf_counter() - started))
+    pool.join_pages()
     if pieces.tied_head:
         storages["head.weight"] = storages["embed.weight"]
     return Weights(

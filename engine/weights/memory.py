@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 import re
@@ -24,7 +25,8 @@ HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 32 << 20  # smaller pools are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
 LAST_PAGES = 6  # that tell the pace
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_COLLAPSE = 25  # Linux 6.1
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +76,9 @@ class Pool:
 
         Without it a page is backed when it is first written to. On CPUs the range is anonymous memory that starts on a
         huge page and asks for them (`madvise(MADV_HUGEPAGE)`); `report()` tells whether they were given. Where they
-        take longer than `slow_huge_page_s` each, the rest is backed by small pages, which the kernel joins later.
-        Elsewhere it is one allocation of torch. Contents are zero on CPUs, undefined elsewhere. Each tensor is aligned
-        to 64 bytes: ask for the sum of `aligned(nbytes)` over them.
+        take longer than `slow_huge_page_s` each, the rest is backed by small pages until `join_pages` or the kernel
+        itself joins them. Elsewhere it is one allocation of torch. Contents are zero on CPUs, undefined elsewhere. Each
+        tensor is aligned to 64 bytes: ask for the sum of `aligned(nbytes)` over them.
 
         Raises:
             Refused: the device does not have that much memory.
@@ -119,6 +121,15 @@ class Pool:
         self._taken_bytes += aligned(nbytes)
         return self._data_N[start : start + nbytes].view(dtype).view(shape)
 
+    def join_pages(self) -> None:
+        """Have the system put huge pages in the place of small ones where `reserve` did not wait for them.
+
+        It takes milliseconds for each, in a thread of its own that ends by itself; tensors stay where they are and may
+        be used meanwhile. Without a reason to (see `report`), or on Linux before 6.1, nothing is done.
+        """
+        if self._reason is not None:
+            threading.Thread(target=_join_pages, args=(self._data_N,), name=f"join {self.name}", daemon=True).start()
+
     def report(self) -> PoolReport:
         """Sizes, huge pages and the time to reserve."""
         huge_page_bytes, reason = self._huge_pages()
@@ -142,7 +153,7 @@ class Pool:
         if self.device.type != "cpu":
             return None, "not memory of the CPU"
         nbytes, unknown = huge_page_bytes(self._data_N.data_ptr(), self.reserved_bytes)
-        return nbytes, unknown or self._reason
+        return nbytes, unknown or (self._reason if nbytes != self.reserved_bytes else None)
 
 
 def aligned(nbytes: int) -> int:
@@ -231,6 +242,23 @@ def _reserve_pages(
     return torch.frombuffer(area, dtype=torch.uint8, offset=pages.start, count=max(1, nbytes))[:nbytes], reason
 
 
+def _join_pages(data_N: torch.Tensor) -> None:
+    madvise = _madvise()
+    for offset in range(0, data_N.numel() - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+        if (
+            madvise(data_N.data_ptr() + offset, HUGE_PAGE_BYTES, MADV_COLLAPSE) != 0
+            and ctypes.get_errno() == errno.EINVAL
+        ):
+            return
+
+
+def _madvise() -> Callable[[int, int, int], int]:
+    """The system call, for advice that Python's mmap module does not know; releases the interpreter lock."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
 class _Pages:
     """The pages of a range [start, start + length) of an anonymous mapping; `start` is that of a huge page."""
 
@@ -239,8 +267,7 @@ class _Pages:
         self.start = start
         self.length = length
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(area)) + start
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._madvise = _madvise()
 
     def ask_for_huge(self, wanted: bool) -> None:
         """Back new pages by huge ones from now on, or not; the kernel joins those that are there when it sees to it."""
@@ -261,7 +288,7 @@ class _Pages:
         self.ask_for_huge(True)
         return (
             f"the system took {pace.recent_s() * 1e3:.1f} ms to provide a huge page, so small ones are used for now; "
-            "it joins them in the background"
+            "join_pages joins them"
         )
 
     def _back_at_pace(self, offsets: range, pace: _Pace | None) -> int:
@@ -276,7 +303,7 @@ class _Pages:
         return len(offsets)
 
     def _back_part(self, offset: int, nbytes: int) -> None:
-        if self._libc.madvise(self._address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
+        if self._madvise(self._address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
             view = memoryview(self.area)
             for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
                 view[page] = 0

@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import math
 import mmap
+import platform
+import threading
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,12 @@ from firstlight.engine.weights.memory import (
     measure_read_bandwidth,
     writable_bytes,
 )
+
+
+def has_collapse() -> bool:
+    """MADV_COLLAPSE came with Linux 6.1; nothing is joined where huge pages are off."""
+    release = tuple(int(part) for part in platform.release().split(".")[:2])
+    return release >= (6, 1) and "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
 
 
 def resident_bytes() -> int:
@@ -152,4 +160,13 @@ def test_slow_huge_pages_are_not_waited_for() -> None:
     assert "ms to provide a huge page" in report.huge_page_reason
     assert report.huge_page_bytes is not None
     assert report.huge_page_bytes <= 8 * HUGE_PAGE_BYTES
+    data = pool.take((8 << 20,), torch.int64).random_()
+    before_joining = data.clone()
+    pool.join_pages()
+    for thread in threading.enumerate():
+        if thread.name == "join weights":
+            thread.join()
+    if has_collapse():
+        assert (pool.report().huge_page_bytes or 0) >= 60 << 20
+    assert torch.equal(data, before_joining)
     pool.check()
