@@ -52,6 +52,10 @@ class Case:
     def prefix(self) -> str:
         return f"{self.name} " if self.name else ""
 
+    def metric(self, name: str) -> str:
+        """The name of a figure of this case."""
+        return f"{self.name}_{name}" if self.name else name
+
     @property
     def is_narrow(self) -> bool:
         return self.dtype != "F32"

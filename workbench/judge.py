@@ -51,6 +51,7 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
         say("teacher-forced", 0, 1, "passes")
         forced = engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, inputs=given)
     _hidden(draft, case, free, forced, verdict)
+    _layer_table(draft, case, verdict)
     if "image_features" in golden.outputs and (case.layers is None or case.layers[0] == 0):
         _image_features(draft, case, free, verdict)
     if "logits" in golden.outputs and _has_logits(draft, case, free):
@@ -70,7 +71,6 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
         longest = f"{golden.longest} + {case.steps} tokens are more than the context holds"
         draft.check(f"{case.prefix}generated", None, detail=longest)
     _first_fault(case, verdict)
-    _layer_table(draft, case, verdict)
     verdict.passed = all(check.status != "failed" for check in draft.checks[before:])
     return verdict
 
@@ -241,6 +241,7 @@ def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
             {
                 "hidden": index,
                 "of": "embedding" if index == 0 else f"layer {index - 1}",
+                "verdict": _word(case, name, free, forced),
                 "free_running": case.measure(free),
                 "teacher_forced": None if forced is None else case.measure(forced),
                 "floor": case.floor_of(name),
@@ -248,7 +249,6 @@ def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
                 "limit": case.limit_for(name),
                 "cosine": free.cosine,
                 "max_abs": free.max_abs,
-                "verdict": _word(case, name, free, forced),
             }
         )
     if rows:

@@ -23,6 +23,7 @@ from firstlight.workbench.compare import (
 from firstlight.workbench.report import Draft
 
 ROWS_SHOWN = 8
+TOKENS_SHOWN = 4
 
 
 def judge_logits(draft: Draft, case: Case, ours_BTV: NDArray[Any], theirs_BTV: NDArray[Any], found: Deviation) -> None:
@@ -51,10 +52,10 @@ def judge_logits(draft: Draft, case: Case, ours_BTV: NDArray[Any], theirs_BTV: N
     )
     ranks = ranking(ours_RV, theirs_RV, limit)
     _ranks(draft, case, ranks, mask)
-    draft.metric(f"{case.prefix}logits_max_abs", found.max_abs, "logits", f"mean-abs {found.mean_abs:.2e}")
-    draft.metric(f"{case.prefix}kl_mean", float(kl_R.mean()), "nat", f"over {len(kl_R):,} tokens")
-    draft.metric(f"{case.prefix}top1_agreement", ranks.agreement, "share", f"{len(ranks.ties)} flips at near-ties")
-    draft.metric(f"{case.prefix}top{TOP_N}_overlap", ranks.overlap, "share", "mean over tokens")
+    draft.metric(case.metric("logits_max_abs"), found.max_abs, "logits", f"mean-abs {found.mean_abs:.2e}")
+    draft.metric(case.metric("kl_mean"), float(kl_R.mean()), "nat", f"over {len(kl_R):,} tokens")
+    draft.metric(case.metric("top1_agreement"), ranks.agreement, "share", f"{len(ranks.ties)} flips at near-ties")
+    draft.metric(case.metric(f"top{TOP_N}_overlap"), ranks.overlap, "share", "mean over tokens")
 
 
 def place(mask: NDArray[np.bool_], row: int) -> str:
@@ -88,12 +89,12 @@ def _top_table(draft: Draft, case: Case, ours_RV: NDArray[Any], theirs_RV: NDArr
     for batch, row in enumerate(last[:ROWS_SHOWN]):
         ours_1V, theirs_1V = ours_RV[row : row + 1], theirs_RV[row : row + 1]
         p, q = np.exp(log_softmax(theirs_1V)[0]), np.exp(log_softmax(ours_1V)[0])
-        best, ours_best = np.argsort(-p)[:5], np.argsort(-q)[:5]
+        best, ours_best = np.argsort(-p)[:TOKENS_SHOWN], np.argsort(-q)[:TOKENS_SHOWN]
         rows.append(
             {
                 "row": batch,
-                "reference": ", ".join(f"{i} ({p[i]:.4f})" for i in best),
-                "ours": ", ".join(f"{i} ({q[i]:.4f})" for i in ours_best),
+                "reference": ", ".join(f"{i} ({p[i]:.3f})" for i in best),
+                "ours": ", ".join(f"{i} ({q[i]:.3f})" for i in ours_best),
                 "kl_nat": float(divergence(ours_1V, theirs_1V)[0]),
             }
         )
