@@ -91,7 +91,17 @@ def verify(
         for case, verdict in zip(cases, verdicts, strict=True):
             if not verdict.passed:
                 blame(draft, case, verdict, running, options, oracle)
+    _overall(draft, cases)
     return draft.close()
+
+
+def _overall(draft: Draft, cases: Sequence[Case]) -> None:
+    """The headline figures over several inputs: the worst of them."""
+    for name in ("logits_max_abs", "kl_mean"):
+        found = [draft.metrics[key] for case in cases if (key := case.metric(name)) in draft.metrics]
+        if found and name not in draft.metrics:
+            worst = max(found, key=lambda metric: float(metric.value or 0.0))
+            draft.metric(name, worst.value, worst.unit, "the worst of the inputs")
 
 
 def _golden_case(

@@ -201,6 +201,7 @@ def test_transformers_as_the_reference(checkpoint: Get) -> None:
     floor = report.value("random_noise_floor")
     assert isinstance(floor, float)
     assert 0 < floor < 1e-4
+    assert report.value("logits_max_abs") == report.value("random_logits_max_abs")
     for row in report.tables["random layers"][1:]:
         assert row["forced_floor"] > 0
         assert row["limit"] <= 1e-3
