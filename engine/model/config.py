@@ -28,6 +28,14 @@ HARMLESS = frozenset(
 )
 
 
+LIMITS = {  # of sizes that are counted one by one; others may be as large as memory is
+    "num_hidden_layers": 10_000,
+    "num_experts": 100_000,
+    "n_routed_experts": 100_000,
+    "num_local_experts": 100_000,
+}
+
+
 class Config:
     """One level of a configuration; `sub` opens a nested level. `unread()` lists keys nobody asked for.
 
@@ -37,22 +45,31 @@ class Config:
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
         self.raw = raw
         self.where = where
-        self._read: set[str] = set()
+        self._read: dict[str, None] = {}  # in the order of the latest reading
         self._subs: dict[str, Config] = {}
         self.findings: list[Finding] = []
 
     def __contains__(self, key: str) -> bool:
         return self.raw.get(key) is not None
 
+    def _note(self, key: str) -> None:
+        self._read.pop(key, None)
+        self._read[key] = None
+
+    def latest(self) -> tuple[str, Any] | None:
+        """The key that was read last and holds a value, and the value."""
+        key = next((key for key in reversed(self._read) if self.raw.get(key) is not None), None)
+        return None if key is None else (key, self.raw[key])
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` when the key is absent or null."""
-        self._read.add(key)
+        self._note(key)
         value = self.raw.get(key)
         return default if value is None else value
 
     def stated(self, key: str, absent: Any) -> Any:
         """The value as written, null included; `absent` (the architecture's default) when the file is silent."""
-        self._read.add(key)
+        self._note(key)
         return self.raw.get(key, absent)
 
     def need(self, *keys: str) -> Any:
@@ -76,11 +93,14 @@ class Config:
         value = self.need(*keys)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(keys[0], value, "a positive whole number")
+        limit = min(LIMITS.get(key, 1 << 40) for key in keys)
+        if value > limit:
+            self.refuse(keys[0], value, f"at most {limit:,}")
         return int(value)
 
     def sub(self, key: str) -> Config:
         """The nested configuration under `key`; empty when absent."""
-        self._read.add(key)
+        self._note(key)
         if key not in self._subs:
             raw = self.raw.get(key)
             self._subs[key] = Config(raw if isinstance(raw, Mapping) else {}, f"{self.where}: {key}")

@@ -49,7 +49,7 @@ def read_object(directory: Path, name: str, limit_bytes: int) -> tuple[dict[str,
             _bad(name, f"cannot be read: {error.strerror}", "a readable file", str(error.strerror))
         ) from error
     try:
-        value = msgspec.json.decode(text)
+        value = _decode(text)
         # Of equal keys the last one wins in every parser. Keys and colons agree in number unless there are some.
         twice = _twice(text) if _colons(value) != text.count(b'":') or b"\\" in text or b'" :' in text else ()
     except (msgspec.DecodeError, ValueError) as error:
@@ -59,6 +59,16 @@ def read_object(directory: Path, name: str, limit_bytes: int) -> tuple[dict[str,
     if not isinstance(value, dict):
         raise Refused(_bad(name, "is not a JSON object", "a JSON object", type(value).__name__))
     return value, twice
+
+
+def _decode(text: bytes) -> Any:
+    """JSON, with the Infinity and NaN that Python writes into some configurations."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        if b"Infinity" not in text and b"NaN" not in text:
+            raise
+        return json.loads(text)
 
 
 def _absent(directory: Path, name: str) -> Finding:

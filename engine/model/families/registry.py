@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import Matcher, WeightRule, under
@@ -55,6 +55,8 @@ class Families(Mapping[str, Family]):
     def of(self, config: Config, default: str | None = None) -> Family:
         """The family of a configuration; refused when nobody knows it, with the nearest name."""
         model_type = config.get("model_type", default) or config.need("model_type")
+        if not isinstance(model_type, str):
+            config.refuse("model_type", model_type, "a name")
         if model_type not in self._families:
             near = difflib.get_close_matches(str(model_type), self._families, n=3, cutoff=0.5)
             raise Refused(
@@ -93,7 +95,12 @@ class Families(Mapping[str, Family]):
 
     def _spec(self, family: Family, config: Config) -> ModelSpec:
         nested = [(self.of(config.sub(part.key), part.default), config.sub(part.key)) for part in family.parts]
-        return family.spec(config, *(self._spec(inner, inner_config) for inner, inner_config in nested))
+        inner = [self._spec(inner, inner_config) for inner, inner_config in nested]
+        try:
+            # Values go into the spec as they are written; to JSON and back checks the type of each.
+            return msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)
+        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
+            raise Refused(_unusable(family, config, error)) from error
 
     def _rules(self, family: Family, config: Config) -> tuple[WeightRule, ...]:
         rules = (family.left_out(config) if family.left_out else ()) + family.rules
@@ -101,6 +108,20 @@ class Families(Mapping[str, Family]):
             nested = config.sub(part.key)
             rules += under(part.prefix, self._rules(self.of(nested, part.default), nested))
         return rules
+
+
+def _unusable(family: Family, config: Config, error: Exception) -> Finding:
+    """A value that no family can compute with, such as a text in place of a number."""
+    latest = config.latest()
+    read = f"{latest[0]} = {str(latest[1])[:60]!r} was read last" if latest else "nothing was read"
+    return fatal(
+        "config-invalid",
+        f"{config.where}: family {family.name} cannot use a value: {error}; {read}",
+        file="config.json",
+        expected="values as the family's releases have them",
+        found=read,
+        next="fetch the release's own config.json again",
+    )
 
 
 FAMILIES = Families()

@@ -173,6 +173,14 @@ def test_of_two_values_for_one_key_none_wins_in_silence(home: Path) -> None:
     assert "num_hidden_layers" in finding.message
 
 
+def test_a_configuration_may_hold_what_python_writes(home: Path) -> None:
+    (home / "config.json").write_text(json.dumps({**LLAMA, "time_step_limit": [0.0, float("inf")]}))
+    assert "Infinity" in (home / "config.json").read_text()
+    assert Checkpoint.open(home).config["time_step_limit"] == [0.0, float("inf")]
+    (home / "config.json").write_text('{"a": Infinity')
+    assert refused(home).code == "side-file-invalid"
+
+
 # Index and files
 
 
