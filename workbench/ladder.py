@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from string import Formatter
 from typing import Any
 
 from firstlight.workbench.bringup import Bringup
@@ -20,9 +21,9 @@ HIGHLIGHTS: dict[str, str] = {
     "plan": "{weight_bytes_per_device} of weights a device",
     "load": "{read_bytes} at {read_rate}",
     "start": "{ranks} in {start_s}",
-    "infer": "first token after {first_token_s}, {tokens_per_s}",
-    "verify": "logits within {logits_max_abs}, KL {kl_mean}",
-    "profile": "{decode_tokens_per_s}, {decode_of_limit} of the memory's limit",
+    "infer": "{first_token_s} to the first, {tokens_per_s}",
+    "verify": "{logits_max_abs}, KL {kl_mean}",
+    "profile": "{decode_tokens_per_s}, {decode_of_limit} of memory's limit",
     "export": "{archive_bytes}",
 }
 
@@ -85,13 +86,15 @@ def _tell(face: Face, report: Report) -> None:
 
 
 def _highlights(report: Report) -> str:
-    """The figures of the rung's line; empty where the report lacks one. A prefix in a metric's name does not matter."""
+    """The figures of the rung's line; empty where the report lacks one. `verify` names a figure once for each input."""
+    template = HIGHLIGHTS.get(report.verb, "")
     found = {}
-    for name, metric in reversed(report.metrics.items()):
-        if metric.value is not None:
-            found[name.rpartition(" ")[2]] = words.quantity(metric.value, metric.unit)
+    for _, wanted, _, _ in Formatter().parse(template):
+        for name, metric in report.metrics.items():
+            if wanted and metric.value is not None and (name == wanted or name.endswith(f"_{wanted}")):
+                found.setdefault(wanted, words.quantity(metric.value, metric.unit))
     try:
-        return HIGHLIGHTS.get(report.verb, "").format_map(found)
+        return template.format_map(found)
     except KeyError:
         return ""
 
