@@ -109,6 +109,8 @@ def _summary(draft: Draft, done: dict[str, Report]) -> None:
         ),
     )
     draft.table("predicted_and_measured", _predictions(done))
+    if "infer" in done:
+        draft.table("answers", done["infer"].tables.get("answers", []))
     draft.metric("duration_s", sum(report.duration_s for report in done.values()), "s", "of all rungs")
 
 

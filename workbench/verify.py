@@ -16,8 +16,10 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal, note, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import account
 from firstlight.workbench.bisect import blame
 from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import limit_of
@@ -53,9 +55,13 @@ def verify(
     from the reference's own noise. Raises `Refused`: bad-golden, not-available, and what a start may be refused for.
     """
     checkpoint = Checkpoint.open(options.checkpoint)
-    spec, _ = FAMILIES.describe(checkpoint.config)
+    spec, matcher = FAMILIES.describe(checkpoint.config)
     _check_layers(layers, spec)
     options = _defaults(options, engine)
+    if engine is None:  # before a reference is run for nothing
+        checkpoint.refuse_if_broken()
+        refuse_impossible(spec, options.mesh)
+        account(checkpoint, spec, matcher).refuse_if_incomplete()
     dtype = options.dtype
     draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {dtype}")
     draft.find((*checkpoint.findings, *spec.findings))

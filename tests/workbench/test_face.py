@@ -1,0 +1,75 @@
+"""What a person at a terminal sees, at the width of the terminal."""
+
+import pytest
+
+from firstlight.engine.findings import fatal
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.face import Face, LiveView, pace_words, say_refused
+from firstlight.workbench.ladder import HIGHLIGHTS, _highlights
+from firstlight.workbench.progress import Pace
+from firstlight.workbench.report import Draft
+
+
+def event(done: float, total: float | None, time_s: float) -> ProgressEvent:
+    return ProgressEvent(time_s=time_s, rung="load", phase="read weights", done=done, total=total, unit="B")
+
+
+def test_pace_in_words() -> None:
+    half = pace_words(Pace(event(0, 4 << 20, 0.0), event(2 << 20, 4 << 20, 2.0)))
+    assert half == ("━" * 8 + "─" * 8 + "  50%", "2.0 s to go ", "1.00 MiB/s", "of 4.00 MiB")
+    assert pace_words(Pace(event(0, 100, 0.0), event(100, 100, 1.0)))[1].strip() == "done"
+    assert pace_words(Pace(event(0, None, 0.0), event(512, None, 1.0))) == ("512 B", "512 B/s")
+    assert pace_words(Pace(event(0, None, 0.0), event(0, None, 0.0))) == ("", "")
+
+
+def test_the_live_view_shows_the_last_phases() -> None:
+    view = LiveView()
+    for number in range(9):
+        view._phases[("load", f"phase {number}")] = Pace(event(0, 10, 0.0), event(5, 10, 1.0))
+    lines = view._render().plain.splitlines()
+    assert [line.split()[2] for line in lines] == ["3", "4", "5", "6", "7", "8"]
+    assert all("50%" in line and "1.0 s to go" in line for line in lines)
+
+
+def test_progress_is_not_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    face = Face()
+    face.progress(event(1, 10, 0.0))
+    face.settle()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_refusals_are_wrapped_and_counted(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    findings = [
+        fatal("missing-shard", f"shard {n} is " + "not there " * 12, file=f"s{n}", expected="a file", next="fetch it")
+        for n in range(7)
+    ]
+    say_refused(findings)
+    err = capsys.readouterr().err
+    assert max(map(len, err.splitlines())) <= min(width, 120)
+    assert err.count("refused: ") == 5
+    assert "and 2 more; --json FILE writes all" in err
+    assert "  next      fetch it" in err
+
+
+def test_a_verdict_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    Face().verdict("passed", "verify", "30/30", "17.4 s", "a long line of figures " * 5)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert out.startswith("passed   verify       17.4 s     30/30  a long line")
+    Face(quiet=True).verdict("passed", "verify", "", "", "")
+    assert capsys.readouterr().out == ""
+
+
+def test_figures_of_a_line_are_found_under_any_prefix() -> None:
+    draft = Draft("verify", "m")
+    assert _highlights(draft.close()) == ""
+    draft.metric("prompt_logits_max_abs", 1e-6, "logits")
+    draft.metric("random_logits_max_abs", 2e-6, "logits")
+    draft.metric("prompt_kl_mean", 1e-9, "nat")
+    assert _highlights(draft.close()) == "1e-06 logits, KL 1e-09 nat"
+    assert set(HIGHLIGHTS) == {"scan", "plan", "load", "start", "infer", "verify", "profile", "export"}
