@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import get_args
 
 import msgspec
@@ -96,17 +95,17 @@ def _state_bytes(cache: CacheSpec, element: int) -> int:
 
 def active_parameters(spec: ModelSpec) -> int:
     """Used for one text token: the chosen experts only; the output head in, the embedding lookup out."""
-    count = Fraction()
+    count = 0
     for kind in census(spec):
         if kind.param.role in ("vision", "projector", "embedding"):
             continue
-        share = Fraction(1)
-        if kind.param.expert is not None:
-            ffn = spec.layers[kind.param.layer].ffn
-            assert isinstance(ffn, MoE)
-            share = Fraction(ffn.router.top_k, ffn.num_experts)
-        count += kind.elements * share
-    return round(count)
+        if kind.param.expert is None:
+            count += kind.elements
+            continue
+        ffn = spec.layers[kind.param.layer].ffn
+        assert isinstance(ffn, MoE)
+        count += kind.elements // ffn.num_experts * ffn.router.top_k
+    return count
 
 
 def make_plan(

@@ -270,6 +270,51 @@ def test_a_scale_alone_and_a_weight_without_one(llama: Path) -> None:
     assert "a scale of one is never put in its place" in str(found[1].next)
 
 
+@pytest.fixture
+def two_shards(tmp_path: Path) -> Path:
+    """A quantized toy in two shards: FP8 weights with their scales, and a configuration that says so."""
+    config = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    synthesize(config, tmp_path, shards=2)
+    weight_map = {}
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        tensors = read(path)
+        quantize(tensors)
+        write(path, tensors)
+        weight_map.update(dict.fromkeys(tensors, path.name))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_a_quantized_checkpoint_without_one_of_its_shards(two_shards: Path) -> None:
+    """The file and what it held are named, and neither side of the account is whole: nothing can be started."""
+    gone = two_shards / "model-00002-of-00002.safetensors"
+    held = set(read(gone))
+    gone.unlink()
+    checkpoint = Checkpoint.open(two_shards)
+    (finding,) = checkpoint.findings
+    assert (finding.code, finding.file, set(finding.tensors)) == ("missing-shard", gone.name, held)
+    with pytest.raises(Refused, match="is not there"):
+        checkpoint.refuse_if_broken()
+    ledger = account(checkpoint, *FAMILIES.describe(checkpoint.config))
+    assert not ledger.complete
+    (missing,) = [finding for finding in ledger.findings if finding.code == "missing-tensor"]
+    assert missing.file == gone.name
+    assert "layers.1.ffn.down.weight" in missing.tensors
+
+
+def test_a_scale_that_the_index_does_not_list_is_there_all_the_same(two_shards: Path) -> None:
+    path = two_shards / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    del index["weight_map"][scale]
+    path.write_text(json.dumps(index))
+    checkpoint = Checkpoint.open(two_shards)
+    (finding,) = checkpoint.findings
+    assert (finding.code, finding.severity, finding.tensors) == ("unlisted-tensor", "warning", (scale,))
+    ledger = account(checkpoint, *FAMILIES.describe(checkpoint.config))
+    assert "unpaired-scale" not in {finding.code for finding in ledger.findings}
+
+
 def test_whole_numbers_are_no_weights(llama: Path) -> None:
     name = "model.norm.weight"
     finding = one(settle(llama, lambda tensors: tensors.update({name: np.ones(8, np.int32)})))
