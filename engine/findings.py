@@ -94,7 +94,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
             more = f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else ""
             parts.append(f"tensors: {shown}{more}")
         if self.expected is not None or self.found is not None:
-            parts.append(f"expected: {self.expected}; found: {self.found}")
+            pair = (("expected", self.expected), ("found", self.found))
+            parts.append("; ".join(f"{name}: {value}" for name, value in pair if value is not None))
         if self.next:
             parts.append(f"next: {self.next}")
         return "\n  ".join(map(printable, parts))

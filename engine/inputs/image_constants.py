@@ -132,6 +132,7 @@ def read_constants(directory: str | Path) -> ImageConstants:
     defaults = CLASS_DEFAULTS[class_name]
     values: dict[str, Any] = {}
     constants, findings = [], []
+    conflicts = _conflicts(directory, path, config)
     for key in KEYS:
         value, source = config.get(key), f"{path.name}: {prefix}{key}"
         if value is None:
@@ -148,7 +149,7 @@ def read_constants(directory: str | Path) -> ImageConstants:
         file=str(path),
         values=values,
         constants=tuple(constants),
-        findings=tuple(f for f in findings if _is_used(f, values)),
+        findings=(*conflicts, *(f for f in findings if _is_used(f, values))),
     )
 
 
@@ -168,6 +169,26 @@ def _find(directory: Path) -> tuple[Path, str, Mapping[str, Any]]:
             )
         )
     return path, "", config
+
+
+def _conflicts(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Constants that the file which is not used says otherwise; nobody may have meant one of the two."""
+    other = directory / side_files.PREPROCESSOR_CONFIG
+    second = side_files.read_json_if_present(other) if other != path else None
+    if second is None:
+        return ()
+    keys = [key for key in KEYS if None not in (config.get(key), second.get(key)) and config[key] != second[key]]
+    return tuple(
+        warning(
+            "conflicting-flag",
+            f"{key} differs between {path.name} and {other.name}; {path.name} is used, as transformers does",
+            file=str(other),
+            expected=str(config[key]),
+            found=str(second[key]),
+            next=f"check {key} against the model's release and correct one of the two",
+        )
+        for key in keys
+    )
 
 
 def _class_name(directory: Path, path: Path, config: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ What is done to a picture, in this order; the record of each picture states it:
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from io import BytesIO
@@ -127,7 +128,14 @@ def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, l
     try:
         image = Image.open(BytesIO(data), formats=limits.formats)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        _refuse(name, f"too many pixels: {error}", expected=f"at most {limits.max_pixels} pixels", next="scale it down")
+        found = re.search(r"(\d+) pixels", str(error))
+        _refuse(
+            name,
+            "too many pixels",
+            expected=f"1 to {limits.max_pixels} pixels",
+            found=found[0] if found else str(error),
+            next="scale it down",
+        )
     except _DECODE_ERRORS:
         begun = next((form for start, form in BEGINNINGS.items() if data.startswith(start)), None)
         _refuse(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -23,7 +23,10 @@ Tensors = Mapping[str, NDArray[np.generic]]
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """What the processor class writes for pictures: the placeholder, its id, and how often it stands for each."""
+    """What the processor class writes for pictures: the placeholder, its id, and how often it stands for each.
+
+    `counts` raises `Refused` where the checkpoint's files do not say how often; a prompt without pictures never asks.
+    """
 
     class_name: str
     token: str
@@ -35,19 +38,6 @@ class Expansion(msgspec.Struct, frozen=True):
 def _llava(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> Expansion:
     """LLaVA: a token per patch, less the class token where the features leave it out, plus what the tower adds."""
     patch = config.get("patch_size")
-    if not isinstance(patch, int) or patch < 1:
-        model = side_files.read_json_if_present(path.parent / side_files.CONFIG) or {}
-        hint = side_files.nested(model, "vision_config", "patch_size")
-        raise Refused(
-            fatal(
-                "missing-side-file",
-                "patch_size is not in the processor's configuration: how many tokens stand for a picture is unknown",
-                file=str(path),
-                expected="patch_size, as the vision tower has it",
-                found=str(patch),
-                next=f"add it to {path.name}; vision_config of config.json says {hint}",
-            )
-        )
     extra = int(config.get("num_additional_image_tokens") or 0)
     strategy = config.get("vision_feature_select_strategy")
     token = tokenizer.special_tokens.get("image_token") or config.get("image_token") or "<image>"
@@ -59,6 +49,8 @@ def _llava(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> Expan
     }
 
     def counts(tensors: Tensors) -> tuple[int, ...]:
+        if not isinstance(patch, int) or patch < 1:
+            _refuse_unknown_patch(path, patch)
         images, _, height, width = tensors["pixel_values"].shape
         count = (height // patch) * (width // patch) + extra - (strategy == "default")
         return (count,) * images
@@ -74,6 +66,23 @@ def _llava(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> Expan
             )
             for name, value in found.items()
         ),
+    )
+
+
+def _refuse_unknown_patch(path: Path, patch: object) -> NoReturn:
+    why = "how many tokens stand for a picture is unknown without its patch_size"
+    if not path.is_file():
+        raise Refused(side_files.missing(path, why))
+    model = side_files.read_json_if_present(path.parent / side_files.CONFIG) or {}
+    raise Refused(
+        fatal(
+            "missing-side-file",
+            f"patch_size is not in {path.name}: {why}",
+            file=str(path),
+            expected="patch_size, as the vision tower has it",
+            found="no such key" if patch is None else str(patch),
+            next=f"add it; vision_config of config.json says {side_files.nested(model, 'vision_config', 'patch_size')}",
+        )
     )
 
 

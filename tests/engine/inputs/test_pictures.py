@@ -260,6 +260,7 @@ def test_a_bomb_is_refused_by_its_header() -> None:
         assert finding.code == "bad-image"
         assert "too many pixels" in finding.message
         assert "64000000" in (finding.expected or "")
+        assert f"{width * height} pixels" in (finding.found or "")
 
 
 def test_the_number_of_pixels_is_the_limits(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.pictures import Picture, picture_from_image
 from firstlight.engine.inputs.placeholders import CLASS_OF_MODEL_TYPE, EXPANSIONS
 from firstlight.engine.inputs.prepare import Prepared, Processor, prepare
-from tests.engine.inputs.toys import byte_level_backend, save_tokenizer, write_json
+from tests.engine.inputs.toys import IMAGE_PROCESSOR, byte_level_backend, save_tokenizer, write_json
 
 PROMPT = "What animal is this? 🦊"
 
@@ -265,6 +265,28 @@ def test_what_is_missing_is_refused_not_guessed(copy_of: Callable[[str], Path]) 
     assert code_of(directory) == ("missing-side-file", str(directory / "preprocessor_config.json"))
     # Text needs none of it.
     assert prepare(directory, "text").input_ids.size
+
+
+def test_text_needs_no_processor_and_pictures_name_the_absent_file(copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("vlm")
+    whole = [prepare(directory, "text", chat=chat).input_ids for chat in (False, True)]
+    (directory / "processor_config.json").unlink()
+    for chat, ids in enumerate(whole):
+        np.testing.assert_array_equal(prepare(directory, "text", chat=bool(chat)).input_ids, ids)
+    assert code_of(directory) == ("missing-side-file", str(directory / "preprocessor_config.json"))
+    assert code_of(directory, count=0) == ("bad-request", None)
+    write_json(directory / "preprocessor_config.json", IMAGE_PROCESSOR)
+    with pytest.raises(Refused, match="patch_size") as caught:
+        prepare(directory, "<image>", pictures(1))
+    assert caught.value.findings[0].found == "no such file"
+
+
+def test_two_files_that_contradict_each_other_are_shown(copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("vlm")
+    write_json(directory / "preprocessor_config.json", {**IMAGE_PROCESSOR, "image_mean": [0.4, 0.4, 0.4]})
+    (finding,) = prepare(directory, "<image>", pictures(1)).record.findings
+    assert (finding.code, finding.severity) == ("conflicting-flag", "warning")
+    assert (finding.expected, finding.found) == ("[0.5, 0.5, 0.5]", "[0.4, 0.4, 0.4]")
 
 
 def test_text_of_an_unknown_processor_goes_through_the_tokenizer_and_is_said(copy_of: Callable[[str], Path]) -> None:
