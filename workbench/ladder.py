@@ -88,7 +88,7 @@ def _tell(face: Face, report: Report) -> None:
 def _highlights(report: Report) -> str:
     """The figures of the rung's line; empty where the report lacks one. `verify` names a figure once for each input."""
     template = HIGHLIGHTS.get(report.verb, "")
-    found = {}
+    found: dict[str, str] = {}
     for _, wanted, _, _ in Formatter().parse(template):
         for name, metric in report.metrics.items():
             if wanted and metric.value is not None and (name == wanted or name.endswith(f"_{wanted}")):
