@@ -45,10 +45,10 @@ def reference_cases(
     progress: Progress,
 ) -> tuple[Reference, list[Case]]:
     """The reference and a case for each input: a prompt (with a picture if the model sees) and random tokens."""
+    asked = inputs_of(draft, checkpoint, spec, prompt, pictures)
     progress("reference", 0, 1, "models")
     reference = Reference.open(checkpoint.directory, trust_remote_code=trust_remote_code)
     rounded = None if dtype == "F32" else Reference.open(checkpoint.directory, dtype=dtype)
-    asked = inputs_of(draft, checkpoint, spec, prompt, pictures)
     cases = []
     for index, (name, inputs) in enumerate(asked.items()):
         progress("reference", index, len(asked), "inputs")

@@ -297,3 +297,12 @@ def test_an_engine_that_runs_is_used_as_it_is(checkpoint: Get, golden_file: Get)
         assert generated.status == "skipped"
         assert "24 + 6 tokens" in generated.detail
         assert engine.health().is_ready
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "llava-clip"])
+def test_golden_files_pass_on_an_accelerator(name: str, dtype: str, checkpoint: Get, golden_file: Get) -> None:
+    options = EngineOptions(checkpoint=str(checkpoint(name)), device="cuda", dtype=dtype)
+    report = verify(options, golden_file(name))
+    assert report.status == "passed", failed(report)
