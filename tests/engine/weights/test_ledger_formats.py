@@ -1,0 +1,96 @@
+"""The account of quantized checkpoints: refused by name, scales paired with what they belong to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.synthesize import synthesize
+from tests.engine.weights.accounts import fatal, one, quantize, settle
+from tests.engine.weights.files import LLAMA
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    synthesize(LLAMA, tmp_path)
+    return tmp_path
+
+
+def test_a_quantized_checkpoint_is_refused_by_name(llama: Path) -> None:
+    found = fatal(settle(llama, quantize))
+    assert {finding.code for finding in found} == {"unsupported-format"}
+    assert found[0].message.startswith("14 tensors are stored as F8_E4M3, which is not read yet")
+    assert len(found) == 1 + 7, "the weights together, the scales by pattern"
+
+
+def test_a_scale_alone_and_a_weight_without_one(llama: Path) -> None:
+    def lose(tensors: dict[str, Tensor]) -> None:
+        quantize(tensors)
+        del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+        tensors["model.layers.7.mlp.up_proj.weight_scale_inv"] = np.ones((1, 1), np.float32)
+
+    found = [finding for finding in fatal(settle(llama, lose)) if finding.code == "unpaired-scale"]
+    assert [finding.tensors for finding in found] == [
+        ("model.layers.7.mlp.up_proj.weight_scale_inv",),
+        ("model.layers.0.mlp.up_proj.weight",),
+    ]
+    assert "a scale of one is never put in its place" in str(found[1].next)
+
+
+@pytest.fixture
+def two_shards(tmp_path: Path) -> Path:
+    """A quantized toy in two shards: FP8 weights with their scales, and a configuration that says so."""
+    config = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    synthesize(config, tmp_path, shards=2)
+    weight_map = {}
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        tensors = read(path)
+        quantize(tensors)
+        write(path, tensors)
+        weight_map.update(dict.fromkeys(tensors, path.name))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_a_quantized_checkpoint_without_one_of_its_shards(two_shards: Path) -> None:
+    """The file and what it held are named, and neither side of the account is whole: nothing can be started."""
+    gone = two_shards / "model-00002-of-00002.safetensors"
+    held = set(read(gone))
+    gone.unlink()
+    checkpoint = Checkpoint.open(two_shards)
+    (finding,) = checkpoint.findings
+    assert (finding.code, finding.file, set(finding.tensors)) == ("missing-shard", gone.name, held)
+    with pytest.raises(Refused, match="is not there"):
+        checkpoint.refuse_if_broken()
+    ledger = account(checkpoint, *FAMILIES.describe(checkpoint.config))
+    assert not ledger.complete
+    (missing,) = [finding for finding in ledger.findings if finding.code == "missing-tensor"]
+    assert missing.file == gone.name
+    assert "layers.1.ffn.down.weight" in missing.tensors
+
+
+def test_a_scale_that_the_index_does_not_list_is_there_all_the_same(two_shards: Path) -> None:
+    path = two_shards / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    del index["weight_map"][scale]
+    path.write_text(json.dumps(index))
+    checkpoint = Checkpoint.open(two_shards)
+    (finding,) = checkpoint.findings
+    assert (finding.code, finding.severity, finding.tensors) == ("unlisted-tensor", "warning", (scale,))
+    ledger = account(checkpoint, *FAMILIES.describe(checkpoint.config))
+    assert "unpaired-scale" not in {finding.code for finding in ledger.findings}
+
+
+def test_whole_numbers_are_no_weights(llama: Path) -> None:
+    name = "model.norm.weight"
+    finding = one(settle(llama, lambda tensors: tensors.update({name: np.ones(8, np.int32)})))
+    assert (finding.code, finding.found) == ("unsupported-format", "I32")
