@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-import traceback
 from pathlib import Path
 
 from firstlight.engine.errors import FirstlightError, RankFailure, Refused
@@ -62,6 +60,9 @@ def _of_the_system(error: OSError) -> Finding:
 
 def fault_of(error: BaseException, run: Run | None = None) -> Finding:
     """A fault of ours as a finding; the traceback goes to a file, which is named."""
+    import tempfile
+    import traceback
+
     folder = run.directory if run is not None else Path(tempfile.gettempdir())
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix="fault-", suffix=".txt", delete=False) as stream:
         traceback.print_exception(error, file=stream)

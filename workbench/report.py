@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -258,6 +257,8 @@ def _fields(value: msgspec.Struct) -> dict[str, Any]:
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> Path:
     """Writes a file beside its place and moves it there. Raises `Refused` when the place cannot be written."""
+    import tempfile
+
     target = Path(path)
     try:
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

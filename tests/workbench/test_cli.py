@@ -206,7 +206,7 @@ def test_interrupts_and_faults_have_their_own_status(
 def _seconds(words: list[str]) -> float:
     """The least processor time of a few fresh processes: what the machine does besides does not count."""
     times = []
-    for _ in range(4):
+    for _ in range(6):
         before = os.times()
         run = subprocess.run([sys.executable, "-m", "firstlight.workbench", *words], capture_output=True, text=True)
         after = os.times()
