@@ -19,6 +19,7 @@ from firstlight.engine.weights.readers import read_pieces
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 NARROW_BYTES = 4 << 10  # a share of a row worth a read of its own, where as much beside it would be read in vain
+GROUP_BYTES = 64 << 20  # read by one call: enough to keep every reader busy
 STAGING_BYTES = 16 << 20  # what may be in memory besides the weights while pieces are converted or cut
 
 
@@ -82,8 +83,8 @@ def load(
     total = sum(_read_bytes(checkpoint, piece) for piece in pieces.pieces)
     layer_of = {storage.name: storage.layer for storage in pieces.storages}
     started, done = time.perf_counter(), 0
-    for layer, group in groupby(pieces.pieces, key=lambda piece: layer_of[piece.storage]):
-        for nbytes in _fill(checkpoint, list(group), params, device, threads):
+    for layer, group in _groups(checkpoint, pieces.pieces, layer_of):
+        for nbytes in _fill(checkpoint, group, params, device, threads):
             done += nbytes
             if progress is not None:
                 progress(LoadProgress(layer, done, total, time.perf_counter() - started))
@@ -100,6 +101,24 @@ def load(
         tied_head=pieces.tied_head,
         pools=(pool,),
     )
+
+
+def _groups(
+    checkpoint: Checkpoint, pieces: Iterable[Piece], layer_of: dict[str, int]
+) -> Iterator[tuple[int, list[Piece]]]:
+    """Whole layers of at least `GROUP_BYTES` together, with the last one's number: small layers are not read alone."""
+    group: list[Piece] = []
+    size, last = 0, 0
+    for layer, own in groupby(pieces, key=lambda piece: layer_of[piece.storage]):
+        of_layer = list(own)
+        group += of_layer
+        size += sum(_read_bytes(checkpoint, piece) for piece in of_layer)
+        last = layer
+        if size >= GROUP_BYTES:
+            yield last, group
+            group, size = [], 0
+    if group:
+        yield last, group
 
 
 def _allocate(pool: Pool, storage: Storage, device: torch.device) -> Tensor:
