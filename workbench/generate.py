@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from firstlight.engine.errors import Refused
+from firstlight.engine.inputs import side_files
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.request import Delta, SamplingParams
 from firstlight.engine.serving.stream import EngineFailed
@@ -54,6 +56,17 @@ def generate(
     draft.table("answer", [{"text": text, "finish": last.finish, "seed": last.seed, "token_ids": tokens}])
     add_inputs(draft, prepare(info.checkpoint, prompt, images, chat))
     return draft.close()
+
+
+def refuse_early(checkpoint: str, prompt: str, images: Sequence[str | Path | bytes], chat: bool | None) -> None:
+    """Refuses, before an engine is started, what it would refuse when asked: no tokenizer, a picture it cannot take."""
+    directory = Path(checkpoint)
+    if not (directory / side_files.CONFIG).is_file():
+        return  # whoever opens the checkpoint says what is wrong with it
+    if images:
+        prepare(checkpoint, prompt, images, has_chat_template(directory) if chat is None else chat)
+    elif not (directory / side_files.TOKENIZER).is_file():
+        raise Refused(side_files.missing(directory / side_files.TOKENIZER, "text cannot be turned into token ids"))
 
 
 def prepare(checkpoint: str, prompt: str, images: Sequence[str | Path | bytes], chat: bool) -> Prepared:

@@ -25,6 +25,7 @@ from firstlight.engine.weights.loader import LoadProgress, Weights
 from firstlight.engine.weights.loader import load as load_rank
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.side_files import absent_side_files
 
 
 def load(
@@ -47,6 +48,7 @@ def load(
     ledger.refuse_if_incomplete()
     draft = Draft("load", f"{checkpoint.name}, {mesh.describe()}")
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
+    draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     _both_sides(draft, ledger)
     run_dtype = spec.dtype if dtype == "auto" else dtype
     rows = []

@@ -20,6 +20,7 @@ from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.side_files import absent_side_files
 
 DEFAULT_CONTEXT = 4096
 PREFILL_TOKENS = 4096  # of the step whose time is estimated
@@ -48,6 +49,8 @@ def plan(
     draft = Draft("plan", name)
     spec, _ = FAMILIES.describe(config)
     draft.find(spec.findings)
+    if (home := Path(source).expanduser()).is_dir():
+        draft.find(absent_side_files(home, spec.vision is not None))
     found = make_plan(
         spec,
         stored_format(config, spec.dtype),

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, note, warning
-from firstlight.engine.inputs import side_files
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import ModelSpec
@@ -20,7 +18,7 @@ from firstlight.engine.weights.ledger import Ledger, account, by_pattern, patter
 from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
-from firstlight.workbench.side_files import has_chat_template
+from firstlight.workbench.side_files import absent_side_files, side_file_rows
 
 
 def scan(source: str | os.PathLike[str], deep: bool = False, progress: Progress | None = None) -> Report:
@@ -168,36 +166,9 @@ def _destination(ledger: Ledger, names: list[str]) -> str:
 
 
 def _side_files(draft: Draft, checkpoint: Checkpoint, sees: bool) -> None:
-    rows = list(_side_file_rows(checkpoint, sees))
+    rows = side_file_rows(checkpoint.directory, sees)
     draft.table("side_files", ({"file": row[0], "for": row[1], "there": row[2]} for row in rows))
-    for file, purpose, there in rows:
-        if not there:
-            draft.find(_absent(file, purpose))
-
-
-def _side_file_rows(checkpoint: Checkpoint, sees: bool) -> Iterator[tuple[str, str, bool]]:
-    there = set(checkpoint.side_files)
-    yield side_files.TOKENIZER, "text to token ids", side_files.TOKENIZER in there
-    yield side_files.TOKENIZER_CONFIG, "special tokens", side_files.TOKENIZER_CONFIG in there
-    yield "chat template", "conversations", has_chat_template(checkpoint.directory)
-    yield side_files.GENERATION_CONFIG, "the vendor's stop tokens", side_files.GENERATION_CONFIG in there
-    if sees:
-        has = bool({side_files.PROCESSOR_CONFIG, side_files.PREPROCESSOR_CONFIG} & there)
-        yield side_files.PREPROCESSOR_CONFIG, "pictures to pixel tensors", has
-
-
-def _absent(file: str, purpose: str) -> Finding:
-    say = note if file == side_files.GENERATION_CONFIG else warning
-    return say(
-        "missing-side-file",
-        f"no {file}: what needs it ({purpose}) will be refused"
-        if say is warning
-        else f"no {file}: stop tokens come from config.json and the tokenizer",
-        file=file,
-        expected=file,
-        found="absent",
-        next="fetch it from the release",
-    )
+    draft.find(absent_side_files(checkpoint.directory, sees))
 
 
 def _deep(draft: Draft, checkpoint: Checkpoint, progress: Progress) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.inputs import side_files
 
 
@@ -19,3 +21,38 @@ def has_chat_template(directory: str | os.PathLike[str]) -> bool:
     except Refused:
         return False
     return bool(config and config.get("chat_template"))
+
+
+def side_file_rows(directory: str | os.PathLike[str], sees: bool) -> Iterator[tuple[str, str, bool]]:
+    """Each side file, what it is for, and whether it is there; `sees`: the model takes pictures."""
+    path = Path(directory)
+    for file, purpose in (
+        (side_files.TOKENIZER, "text to token ids"),
+        (side_files.TOKENIZER_CONFIG, "special tokens"),
+    ):
+        yield file, purpose, (path / file).is_file()
+    yield "chat template", "conversations", has_chat_template(path)
+    yield side_files.GENERATION_CONFIG, "the vendor's stop tokens", (path / side_files.GENERATION_CONFIG).is_file()
+    if sees:
+        has = any((path / name).is_file() for name in (side_files.PROCESSOR_CONFIG, side_files.PREPROCESSOR_CONFIG))
+        yield side_files.PREPROCESSOR_CONFIG, "pictures to pixel tensors", has
+
+
+def absent_side_files(directory: str | os.PathLike[str], sees: bool) -> tuple[Finding, ...]:
+    """A warning for each side file that some verb will miss, for verbs that can go on without it."""
+    rows = side_file_rows(directory, sees)
+    return tuple(_absent(Path(directory), file, purpose) for file, purpose, there in rows if not there)
+
+
+def _absent(directory: Path, file: str, purpose: str) -> Finding:
+    is_optional = file == side_files.GENERATION_CONFIG
+    return (note if is_optional else warning)(
+        "missing-side-file",
+        f"no {file}: stop tokens come from config.json and the tokenizer"
+        if is_optional
+        else f"no {file}: what needs it ({purpose}) will be refused",
+        file=file,
+        expected=file,
+        found="absent",
+        next=f"fetch it from the release into {directory}",
+    )

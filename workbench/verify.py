@@ -28,6 +28,7 @@ from firstlight.workbench.golden import Golden
 from firstlight.workbench.judge import judge
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.side_files import absent_side_files
 
 if TYPE_CHECKING:
     from firstlight.engine.serving.api import EngineLike
@@ -64,7 +65,9 @@ def verify(
         account(checkpoint, spec, matcher).refuse_if_incomplete()
     dtype = options.dtype
     draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {dtype}")
-    draft.find((*checkpoint.findings, *spec.findings))
+    draft.find(
+        (*checkpoint.findings, *spec.findings, *absent_side_files(checkpoint.directory, spec.vision is not None))
+    )
     within = limit_of(dtype) if limit is None else limit
     say = progress or Progress("verify")
     oracle: Reference | None = None

@@ -28,15 +28,17 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     options.refuse_absent_pictures(arguments.image)
     from firstlight.workbench.engines import open_engine
     from firstlight.workbench.environment import since_process_start_s
-    from firstlight.workbench.generate import generate
+    from firstlight.workbench.generate import generate, refuse_early
 
+    chat = False if arguments.raw else None
+    refuse_early(arguments.checkpoint, arguments.prompt, arguments.image, chat)
     with open_engine(engine_options, session.progress("generate")) as engine:
         report = generate(
             engine,
             arguments.prompt,
             arguments.image,
             params,
-            chat=False if arguments.raw else None,
+            chat=chat,
             tell=session.face.text,
             since_start_s=since_process_start_s,
         )

@@ -1,0 +1,54 @@
+"""A missing side file is a warning where a verb can go on, and a refusal before any start where it cannot."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.parallel.hardware import parse_cluster
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.workbench.cli import main
+from firstlight.workbench.load import load
+from firstlight.workbench.plan import plan
+from firstlight.workbench.scan import scan
+from firstlight.workbench.verify import verify
+
+Get = Callable[[str], Path]
+MENAGERIE = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
+
+
+def test_scan_plan_load_and_verify_warn_and_go_on(checkpoint: Get, golden_file: Get) -> None:
+    home = checkpoint("llava-clip")
+    assert not (home / "tokenizer.json").exists()
+    reports = [
+        scan(home),
+        plan(home, parse_cluster("1xH200")),
+        load(home),
+        verify(EngineOptions(checkpoint=str(home), threads=1), golden_file("llava-clip")),
+    ]
+    for report in reports:
+        assert report.status == "passed", report.verb
+        missing = {f.file: f.severity for f in report.findings if f.code == "missing-side-file"}
+        assert missing["tokenizer.json"] == missing["preprocessor_config.json"] == "warning", report.verb
+
+
+def test_a_configuration_alone_misses_no_side_files() -> None:
+    report = plan("llama-3.1-405b", parse_cluster("8xH200"))
+    assert not [finding for finding in report.findings if finding.code == "missing-side-file"]
+
+
+@pytest.mark.parametrize(("absent", "image"), [("tokenizer.json", False), ("processor_config.json", True)])
+def test_generate_is_refused_before_an_engine_starts(
+    absent: str, image: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "menagerie"
+    shutil.copytree(MENAGERIE, home)
+    (home / absent).unlink()
+    (home / "model.safetensors.index.json").write_text("{}")  # a start would stumble over it first
+    words = ["generate", str(home), "--prompt", "hello"]
+    words += ["--image", str(MENAGERIE.parent / "pictures" / "cat.png")] if image else []
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "is not there" in error
+    assert "next" in error
