@@ -206,7 +206,8 @@ def test_of_a_wide_row_only_the_share_of_the_rank_is_read(dtype: str, tmp_path: 
     assert total < 1.1 * written.checkpoint.payload_bytes
 
 
-def test_progress_counts_what_is_read_layer_by_layer(tmp_path: Path) -> None:
+def test_progress_counts_what_is_read_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "GROUP_BYTES", 1)  # layers as large as a release's, each read by itself
     written = Written(dict(TINY["llama"].config), tmp_path)
     told: list[LoadProgress] = []
     weights = written.load(Mesh(tp=2), 1, progress=told.append)
