@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -89,6 +89,11 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment for a process we start: this one's, with `changes`."""
     return {**os.environ, **changes}
+
+
+def show_devices(ids: Sequence[int]) -> None:
+    """Lets this process and those it starts see these GPUs and no others; call it before torch looks at them."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

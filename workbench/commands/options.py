@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.settings import show_devices
 
 if TYPE_CHECKING:
     from firstlight.engine.parallel.mesh import Mesh
@@ -176,7 +176,7 @@ def _choose_devices(arguments: argparse.Namespace) -> None:
                 next="leave one of the two out",
             )
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, arguments.device_ids))
+    show_devices(arguments.device_ids)
 
 
 def positive(text: str) -> int:
