@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import ModelSpec, MoE
 from firstlight.workbench.compare import Deviation
 from firstlight.workbench.golden import Golden
 
 NOISE_FACTOR = 16  # how many times the reference's own noise still passes in float32
 NARROW_NOISE_FACTOR = 4  # ... and in dtypes whose noise is large
 LEAST_LIMIT = 1e-4  # a measured floor does not narrow the limit below this
-OUTLIER_SHARE = 0.02  # of the tokens may lie outside in narrow dtypes: a router's near-tie takes another expert
+OUTLIER_SHARE = 0.02  # of the tokens may lie outside in narrow dtypes, besides twice those of the reference itself
+ROUTED_SHARE = 0.08  # ... for each router, where the reference's own share is not known
+MOST_ROUTED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,11 @@ class Case:
         if not self.is_narrow:
             return 0
         floor = (self.forced_floor if forced else self.floor).get(name)
-        own = 0 if floor is None else int(self.outside(floor).sum())
-        return 2 * own + math.ceil(OUTLIER_SHARE * count)
+        if floor is not None:
+            return 2 * int(self.outside(floor).sum()) + math.ceil(OUTLIER_SHARE * count)
+        routers = sum(isinstance(layer.ffn, MoE) for layer in self.spec.layers)
+        share = max(OUTLIER_SHARE, min(ROUTED_SHARE * routers, MOST_ROUTED_SHARE))
+        return math.ceil(share * count)
 
     def outside(self, found: Deviation) -> NDArray[np.bool_]:
         """Which tokens deviate by more than `limit`."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 F32_LIMIT = 1e-3  # of the reference's own scale
 EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 TOP_N = 10
+TYPICAL = 0.75  # of the rows stay below the typical deviation
 SMALLEST_SHARE = 1e-3  # a row's scale counts as at least this share of the largest row's
 
 
@@ -27,8 +28,8 @@ class Deviation:
     """How far `ours` [R, W] is from `theirs`.
 
     `relative_R` is each row's largest difference over the largest value of the reference in that row, so that a token
-    with huge activations does not hide another's fault; `relative` is its worst, in row `row`, and `typical` what nine
-    rows in ten stay below. `overall` is the same over the whole array's scale. `broken` names the first value of ours
+    with huge activations does not hide another's fault; `relative` is its worst, in row `row`, and `typical` what three
+    rows in four stay below. `overall` is the same over the whole array's scale. `broken` names the first value of ours
     that is not finite.
     """
 
@@ -76,7 +77,7 @@ def deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
         mean_abs=float(difference.mean()),
         cosine=float((ours64 * theirs64).sum() / norms) if norms else float(not difference.any()),
         row=row,
-        typical=float(np.quantile(relative_R, 0.9)),
+        typical=float(np.quantile(relative_R, TYPICAL)),
         relative_R=relative_R,
     )
 

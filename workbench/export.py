@@ -23,7 +23,7 @@ KINDS = (".tar.gz", ".tgz", ".zip")
 
 
 def export(run: Run, out: str | Path | None = None) -> Report:
-    """Writes `card.yaml` and `adaptation.yaml` into the run directory and packs it (`<run>.tar.gz` beside it).
+    """Writes `card.yaml`, `adaptation.yaml` and `report.html` into the run directory and packs it (`<run>.tar.gz`).
 
     `out` names another archive, .tar.gz or .zip. Raises `Refused` for an empty run or another kind of archive.
     """
@@ -48,6 +48,7 @@ def export(run: Run, out: str | Path | None = None) -> Report:
     last = latest(reports)
     _write_yaml(run.directory / "card.yaml", card(run, last))
     _write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
+    run.write_page()
     files = list(_files(run.directory))
     _pack(run.directory, files, target)
     data = target.read_bytes()

@@ -16,13 +16,15 @@ from typing import Any
 
 import msgspec
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.serving.api import EngineInfo, EngineLike
+from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.request import Completion, SamplingParams
 from firstlight.workbench import answers
 from firstlight.workbench.events import RequestEvent
 from firstlight.workbench.progress import Progress
-from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.report import Check, Draft, Report
 from firstlight.workbench.side_files import has_chat_template
 
 ANSWER_TOKENS = 32
@@ -80,6 +82,40 @@ def infer(
     _figures(draft, rows)
     draft.table("answers", rows)
     return draft.close()
+
+
+def with_answers(report: Report, options: EngineOptions, progress: Progress) -> Report:
+    """The report of `verify` with the checks of `infer` added, asked of an engine like the one that was verified.
+
+    A checkpoint that lacks what answering needs has these checks skipped, and says so.
+    """
+    from firstlight.workbench.engines import open_engine
+
+    skipped = ""
+    try:
+        same = {"dtype": "F32" if options.dtype == "auto" else options.dtype}
+        same |= {"device": "cpu" if options.device == "auto" else options.device}
+        with open_engine(msgspec.structs.replace(options, **same), progress) as engine:
+            answered = infer(engine, _without_expectations(engine.info()), progress=progress)
+    except Refused as refused:
+        skipped = str(refused.findings[0].message)
+    if skipped:
+        checks = (*report.checks, Check(name="answers", status="skipped", detail=skipped))
+        return msgspec.structs.replace(report, checks=checks)
+    return msgspec.structs.replace(
+        report,
+        status=report.status if answered.passed else answered.status,
+        checks=(*report.checks, *answered.checks),
+        findings=(*report.findings, *(f for f in answered.findings if f not in report.findings)),
+        tables={**report.tables, **answered.tables},
+        duration_s=report.duration_s + answered.duration_s,
+    )
+
+
+def _without_expectations(info: EngineInfo) -> list[Question]:
+    """What is asked where equality with the reference is the question, not what the model has learned."""
+    asked = [*text_questions(), *picture_questions(info)]
+    return [msgspec.structs.replace(question, expected=None) for question in asked]
 
 
 def text_questions() -> list[Question]:

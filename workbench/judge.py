@@ -132,7 +132,7 @@ def _record(
         words += f", {outside} of {count} tokens beyond {case.limit:.3g}"
         words += f" ({case.outliers_allowed(name, count, forced)} may be)" if outside else ""
     limit = case.limit_for(name, forced)
-    unit = "of scale, 9 tokens in 10" if case.is_narrow else "of scale"
+    unit = "of scale, 3 tokens in 4" if case.is_narrow else "of scale"
     draft.check(case.prefix + check, passed, value=case.measure(found), limit=limit, unit=unit, detail=words)
 
 

@@ -50,6 +50,7 @@ def climb(
     _summary(draft, done)
     report = draft.close(status)  # a rung that was refused makes the whole refused
     bringup.run.add(report)
+    bringup.run.write_page()
     _end(face, bringup, report)
     return report
 
@@ -135,7 +136,7 @@ def _predictions(done: dict[str, Report]) -> Iterator[dict[str, Any]]:
 
 def _end(face: Face, bringup: Bringup, report: Report) -> None:
     face.line()
-    face.line(f"{report.status}: {bringup.run.directory}")
+    face.line(f"{report.status}: {bringup.run.directory / 'report.html'}")
     if bringup.detached and bringup.host is not None:
         face.line(f"the engine goes on at {bringup.host.url}")
     elif report.passed:

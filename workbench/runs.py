@@ -1,6 +1,6 @@
 """The run directory: one bring-up with its reports, events, traces and what was made of them.
 
-runs/<time>-<model>/  run.json  reports/<nn>-<verb>.json  events.sqlite  traces/  golden/  card.yaml  adaptation.yaml
+runs/<time>-<model>/  run.json  reports/<nn>-<verb>.json  events.sqlite  traces/  golden/  report.html  card.yaml  ...
 """
 
 from __future__ import annotations
@@ -169,6 +169,14 @@ class Run:
             if rung.verb == verb:
                 return Report.read(self.directory / rung.file)
         return None
+
+    def write_page(self) -> Path:
+        """Writes `report.html`: the last report of every verb on one page."""
+        from firstlight.workbench.render.html import reports_page
+
+        last = {report.verb: report for report in self.reports()}
+        page = reports_page(self.record.model or self.directory.name, last.values())
+        return write_atomically(self.directory / "report.html", page.encode())
 
     def blockers(self, verb: str) -> tuple[RungRecord, ...]:
         """Rungs below `verb` whose last report is not a pass."""

@@ -219,7 +219,13 @@ def test_up_climbs_the_whole_ladder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert adaptation["operators"]
     with tarfile.open(tmp_path / "run.tar.gz") as archive:
         names = archive.getnames()
-    assert {"run/card.yaml", "run/adaptation.yaml", "run/events.sqlite", "run/reports/06-verify.json"} <= set(names)
+    assert {
+        "run/card.yaml",
+        "run/adaptation.yaml",
+        "run/report.html",
+        "run/events.sqlite",
+        "run/reports/06-verify.json",
+    } <= set(names)
     assert not [name for name in names if "host.json" in name], "the handle holds a token"
     exported = tmp_path / "again.zip"
     assert main(["export", str(run), "--out", str(exported), "-q"]) == 0

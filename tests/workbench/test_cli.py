@@ -281,3 +281,14 @@ def test_a_model_without_a_tokenizer_answers_no_text(checkpoint: Get, capsys: py
     assert status == 2
     assert "tokenizer.json" in err
     assert "missing-side-file" in err
+
+
+def test_verify_asks_for_answers_where_a_checkpoint_can_give_them(
+    checkpoint: Get, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a golden file; one without a tokenizer is verified all the same, and says what was left out."""
+    status, out, err = say(capsys, "verify", str(checkpoint("llama")), "--json", "-", "-q")
+    assert status == 0, err
+    last = json.loads(out)["checks"][-1]
+    assert (last["name"], last["status"]) == ("answers", "skipped")
+    assert "tokenizer.json" in last["detail"]

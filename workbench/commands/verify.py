@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     engine_options = options.options_of(arguments)
     from firstlight.workbench.verify import verify
 
-    return verify(
+    report = verify(
         engine_options,
         arguments.golden,
         arguments.reference,
@@ -36,6 +36,11 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         trust_remote_code=arguments.trust_remote_code,
         progress=session.progress("verify"),
     )
+    if arguments.golden is not None or arguments.layers is not None or not report.passed:
+        return report
+    from firstlight.workbench.infer import with_answers
+
+    return with_answers(report, engine_options, session.progress("verify"))
 
 
 def layers(text: str) -> tuple[int, int]:

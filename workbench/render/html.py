@@ -40,6 +40,17 @@ def report_html(report: Report) -> str:
     return f'<div class="firstlight"><style>{STYLE}</style>{"".join(_parts(report))}</div>'
 
 
+def reports_page(title: str, reports: Iterable[Report]) -> str:
+    """A page of its own with several reports, one below the other; it follows the reader's light or dark theme."""
+    body = "<hr>".join(report_html(report) for report in reports)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        "<style>:root{color-scheme:light dark}body{margin:2rem;font-family:system-ui,sans-serif}"
+        "hr{border:0;border-top:1px solid rgba(127,127,127,.4);margin:2rem 0}</style></head>"
+        f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
+    )
+
+
 def _parts(report: Report) -> Iterator[str]:
     when = "" if report.status == "refused" else f' <span class="quiet">in {words.seconds(report.duration_s)}</span>'
     forced = ' <span class="warning">forced: on top of a rung that did not pass</span>' if report.forced else ""

@@ -60,7 +60,7 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     if report.findings:
         yield _block("findings", _findings(report.findings))
     if report.checks:
-        yield _block("checks", _checks(report.checks))
+        yield _block("checks", _checks(report.checks, width))
     yield Text("")
     yield _verdict(report)
 
@@ -95,23 +95,38 @@ def _grid(*columns: dict[str, Any]) -> Any:
     return grid
 
 
-def _checks(checks: Sequence[Check]) -> RenderableType:
-    """Status, name, value and limit in columns; the detail under the name, and a value that is a long text with it."""
+def _checks(checks: Sequence[Check], width: int) -> RenderableType:
+    """Status, name, value and limit in columns; then the detail, on the same line if there is room, else below."""
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.text import Text
 
-    grid = _grid({"no_wrap": True}, {"overflow": "fold"}, {"justify": "right"}, {})
-    for check in checks:
-        value = words.quantity(check.value, check.unit) if check.value is not None else ""
-        limit = f"limit {words.quantity(check.limit, check.unit)}" if check.limit is not None else ""
-        details = [check.detail] if check.detail else []
-        if len(value) > LONG_VALUE:
-            details.insert(0, value)
-            value = ""
-        name = Text(check.name)
-        for detail in details:
-            name.append(f"\n{detail}", "dim")
-        grid.add_row(Text(check.status, STYLES[check.status]), name, Text(value), Text(limit, "dim"))
-    return grid
+    rows = [_check_words(check) for check in checks]
+    name_width = max(len(name) for name, *_ in rows)
+    value_width = max(len(value) for _, value, *_ in rows)
+    limit_width = max(len(limit) for *_, limit, _ in rows)
+    parts: list[RenderableType] = []
+    for check, (name, value, limit, detail) in zip(checks, rows, strict=True):
+        line = Text.assemble((f"{check.status:<9}", STYLES[check.status]), f"{name:<{name_width}}  ")
+        line.append(f"{value:>{value_width}}").append(f"  {limit:<{limit_width}}", "dim")
+        if detail and line.cell_len + GAP + len(detail) <= width - INDENT[3]:
+            line.append(f"  {detail}", "dim")
+            detail = ""
+        line.rstrip()
+        parts += [line, *([Padding(Text(detail, "dim"), (0, 0, 0, 9))] if detail else [])]
+    return Group(*parts)
+
+
+def _check_words(check: Check) -> tuple[str, str, str, str]:
+    """Name, value, limit and detail of a check; the limit leaves out a unit that the value has said."""
+    value = words.quantity(check.value, check.unit) if check.value is not None else ""
+    limit = ""
+    if check.limit is not None:
+        unit = check.unit if check.value is None or words.is_bytes(check.unit) else ""
+        limit = f"limit {words.quantity(check.limit, unit)}"
+    if len(value) > LONG_VALUE:
+        return check.name, "", limit, "; ".join(filter(None, (value, check.detail)))
+    return check.name, value, limit, check.detail
 
 
 def _metrics(metrics: dict[str, Metric]) -> RenderableType:

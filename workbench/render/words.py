@@ -78,6 +78,11 @@ def heading(column: str) -> str:
     return name.replace("_", " ")
 
 
+def is_bytes(unit: str) -> bool:
+    """Whether a unit is shown with binary prefixes, so that a number alone would not tell."""
+    return unit in _SHOWN
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
