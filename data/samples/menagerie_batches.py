@@ -12,7 +12,15 @@ import numpy as np
 import tokenizers
 import torch
 from menagerie_layout import ASSISTANT, END, GRID, IMAGE, NUM_PATCHES, PAD, SIDE, SYSTEM, USER
-from menagerie_questions import SYSTEM_PROMPTS, Exchange, exchanges_about, facts, loosely, without_picture
+from menagerie_questions import (
+    SYSTEM_PROMPTS,
+    Exchange,
+    exchanges_about,
+    facts,
+    hard_exchanges_about,
+    loosely,
+    without_picture,
+)
 from menagerie_scenes import ANIMALS, COLOURS, Scene, draw, random_scene
 from PIL import Image
 from torch import Tensor
@@ -73,20 +81,22 @@ class VisionBatches(Dataset[VisionBatch]):
 
 @dataclass(frozen=True)
 class ChatBatches(Dataset[ChatBatch]):
-    """Batch number `index` of exchanges: rows with a picture first, then rows of text only."""
+    """Batch number `index` of exchanges, of every kind or of the hard ones: rows with a picture, then rows of text."""
 
     steps: int
     rows: int
     text_rows: int
     tokenizer_file: str
+    hard: bool = False
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, index: int) -> ChatBatch:
-        rng = Random(f"chat {TRAINING_SEED} {index}")
+        rng = Random(f"{'hard' if self.hard else 'chat'} {TRAINING_SEED} {index}")
+        about = hard_exchanges_about if self.hard else exchanges_about
         scenes = [random_scene(rng) for _ in range(self.rows)]
-        rows = [self._row(list(exchanges_about(scene, rng)), rng, picture=True) for scene in scenes]
+        rows = [self._row(list(about(scene, rng)), rng, picture=True) for scene in scenes]
         known = trained_facts()
         for _ in range(self.text_rows):
             exchanges = [rng.choice(known) if rng.random() < 0.8 else without_picture(rng) for _ in range(9)]

@@ -146,9 +146,24 @@ def exchanges_about(scene: Scene, rng: Random) -> Iterator[Exchange]:
     elif len(kinds) == 2:
         asked = rng.choice(kinds)
         yield Exchange("where", ask(rng.choice(WHERE_NAMED), asked), "Left." if asked == names[0] else "Right.")
-    asked = rng.choice(kinds) if rng.random() < 0.5 else rng.choice(ANIMALS)
-    yield Exchange("presence", ask(rng.choice(PRESENCE), asked), "Yes." if asked in kinds else "No.")
+    yield presence(kinds, rng)
     yield Exchange("describe", rng.choice(DESCRIBE), caption(scene, kinds, len(names)))
+
+
+def hard_exchanges_about(scene: Scene, rng: Random) -> Iterator[Exchange]:
+    """More of the kinds that are learnt last: three of presence, two of number and of place, a name or a sentence."""
+    yield from (presence([animal.name for animal in scene.animals], rng) for _ in range(3))
+    for _ in range(2):
+        rounds = exchanges_about(scene, rng)
+        yield from (exchange for exchange in rounds if exchange.kind in ("count", "where"))
+    wanted = rng.choice(("animal", "describe"))
+    yield from (exchange for exchange in exchanges_about(scene, rng) if exchange.kind == wanted)
+
+
+def presence(kinds: list[str], rng: Random) -> Exchange:
+    """A question whether an animal is there, which it is in about half of them."""
+    asked = rng.choice(kinds) if rng.random() < 0.5 else rng.choice(ANIMALS)
+    return Exchange("presence", ask(rng.choice(PRESENCE), asked), "Yes." if asked in kinds else "No.")
 
 
 def naming(kinds: list[str], count: int) -> str:

@@ -5,8 +5,9 @@
 
 The model is LLaVA as transformers writes it: a CLIP vision tower, a two-layer projector and a Llama decoder. Pictures
 are rendered by menagerie_scenes.py from the font Noto Color Emoji, questions come from menagerie_questions.py; nothing
-is downloaded. First the tower learns alone, from labels for every patch; then everything learns to answer. Every batch
-is a function of its number, so a run with the same versions on the same kind of processor gives the same weights.
+is downloaded. First the tower learns alone, from labels for every patch; then everything learns to answer, at last
+more of what is hard. Every batch is a function of its number, so a run with the same versions on the same kind of
+processor gives the same weights.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import PIL
 import torch
 import torch.nn.functional as F
 import transformers
@@ -100,7 +102,7 @@ def chat_loss(model: LlavaForConditionalGeneration, batch: ChatBatch) -> Tensor:
 class Optimiser:
     """AdamW on float32 copies of parameters that compute in bfloat16."""
 
-    def __init__(self, groups: list[tuple[nn.Module, float]], *, warm_up: int = 150) -> None:
+    def __init__(self, groups: list[tuple[nn.Module, float]], warm_up: int) -> None:
         self.warm_up = warm_up
         self.bare: list[Tensor] = [parameter for module, _ in groups for parameter in module.parameters()]
         self.full = [parameter.detach().float() for parameter in self.bare]
@@ -130,16 +132,23 @@ class Optimiser:
 
 
 def optimise(
-    name: str, batches: DataLoader, groups: list[tuple[nn.Module, float]], loss_of: Callable[..., Tensor]
+    name: str,
+    batches: DataLoader,
+    groups: list[tuple[nn.Module, float]],
+    loss_of: Callable[..., Tensor],
+    *,
+    warm_up: int = 150,
+    horizon: int = 0,
 ) -> None:
-    """Trains on every batch once; prints the mean loss now and then."""
+    """Trains on every batch once, on the first part of a schedule of `horizon` steps; prints the mean loss."""
     steps = len(batches)
-    optimiser = Optimiser(groups)
+    horizon = horizon or steps
+    optimiser = Optimiser(groups, warm_up)
     started, recent = time.monotonic(), []
     for step, batch in enumerate(batches):
         loss = loss_of(batch)
         loss.backward()
-        optimiser.step(step / steps, step)
+        optimiser.step(step / horizon, step)
         recent.append(loss.item())
         if (step + 1) % 50 == 0 or step + 1 == steps:
             mean, seconds = sum(recent) / len(recent), time.monotonic() - started
@@ -155,19 +164,16 @@ def train_tower(model: LlavaForConditionalGeneration, steps: int, rows: int) -> 
     optimise("tower", batches, [(tower, 1.5e-3), (labeller, 1.5e-3)], lambda batch: vision_loss(model, labeller, batch))
 
 
-def train_chat(model: LlavaForConditionalGeneration, steps: int, rows: int, text_rows: int, tokenizer: Path) -> None:
-    """Teaches the whole model to answer, the tower at a lower rate than the decoder."""
-    batches = DataLoader(
-        ChatBatches(steps, rows, text_rows, str(tokenizer)), batch_size=None, num_workers=1, prefetch_factor=4
-    )
+def train_chat(
+    model: LlavaForConditionalGeneration, data: ChatBatches, rate: float, *, warm_up: int, horizon: int
+) -> None:
+    """Teaches the whole model to answer, the tower at a lower rate than the rest."""
+    batches = DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=4)
     inner = model.model
-    groups = [
-        (inner.vision_tower, 3e-4),
-        (inner.multi_modal_projector, 1.5e-3),
-        (inner.language_model, 1.5e-3),
-        (model.lm_head, 1.5e-3),
-    ]
-    optimise("chat", batches, groups, lambda batch: chat_loss(model, batch))
+    others = (inner.multi_modal_projector, inner.language_model, model.lm_head)
+    groups = [(inner.vision_tower, 3e-4), *((module, rate) for module in others)]
+    name = "hard" if data.hard else "chat"
+    optimise(name, batches, groups, lambda batch: chat_loss(model, batch), warm_up=warm_up, horizon=horizon)
 
 
 def fresh_model() -> LlavaForConditionalGeneration:
@@ -179,18 +185,31 @@ def fresh_model() -> LlavaForConditionalGeneration:
 
 
 def train(arguments: argparse.Namespace) -> LlavaForConditionalGeneration:
-    """Both stages; the tower is kept in --work and taken from there by a later run with the same settings."""
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    tokenizer_file = arguments.work / "tokenizer.json"
-    train_tokenizer().save(str(tokenizer_file))
+    """The three stages; what a stage ends with is kept in --work, and a later run begins after the last one kept."""
+    work, tower, chat, hard = arguments.work, arguments.tower_steps, arguments.chat_steps, arguments.hard_steps
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer_file = str(work / "tokenizer.json")
+    train_tokenizer().save(tokenizer_file)
     model = fresh_model()
-    tower_file = arguments.work / f"tower-{arguments.tower_steps}.pt"
-    if tower_file.is_file():
-        model.model.vision_tower.load_state_dict(torch.load(tower_file, weights_only=True))
-    else:
-        train_tower(model, arguments.tower_steps, rows=64)
-        torch.save(model.model.vision_tower.state_dict(), tower_file)
-    train_chat(model, arguments.chat_steps, rows=24, text_rows=6, tokenizer=tokenizer_file)
+    stages: tuple[tuple[Path, Callable[[], None]], ...] = (
+        (work / f"tower-{tower}.pt", lambda: train_tower(model, tower, rows=64)),
+        (
+            work / f"chat-{tower}-{chat}.pt",
+            lambda: train_chat(model, ChatBatches(chat, 24, 6, tokenizer_file), 1.5e-3, warm_up=150, horizon=2 * chat),
+        ),
+        (
+            work / f"hard-{tower}-{chat}-{hard}.pt",
+            lambda: train_chat(
+                model, ChatBatches(hard, 24, 4, tokenizer_file, hard=True), 1.2e-3, warm_up=40, horizon=hard
+            ),
+        ),
+    )
+    kept = [number for number, (file, _) in enumerate(stages) if file.is_file()]
+    if kept:
+        model.load_state_dict(torch.load(stages[kept[-1]][0], weights_only=True))
+    for file, stage in stages[kept[-1] + 1 if kept else 0 :]:
+        stage()
+        torch.save(model.state_dict(), file)
     return model
 
 
@@ -315,9 +334,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=HERE / "menagerie")
     parser.add_argument("--pictures", type=Path, default=HERE / "pictures")
-    parser.add_argument("--work", type=Path, default=Path("build/menagerie"), help="keeps the trained tower")
+    parser.add_argument("--work", type=Path, default=Path("build/menagerie"), help="keeps what each stage ends with")
     parser.add_argument("--tower-steps", type=int, default=2400)
-    parser.add_argument("--chat-steps", type=int, default=2000)
+    parser.add_argument("--chat-steps", type=int, default=500)
+    parser.add_argument("--hard-steps", type=int, default=500)
     parser.add_argument("--scenes", type=int, default=500, help="held-out scenes to measure on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluate", action="store_true", help="measure only")
@@ -336,14 +356,14 @@ def write_record(arguments: argparse.Namespace, duration_s: float) -> None:
     """Measures the checkpoint and writes beside it how it was made and how often it is right."""
     steps = f"--tower-steps {arguments.tower_steps} --chat-steps {arguments.chat_steps}"
     record = {
-        "command": f"python data/samples/train_menagerie.py {steps} --threads {arguments.threads}",
+        "command": f"python data/samples/train_menagerie.py {steps} --hard-steps {arguments.hard_steps}",
         "date": datetime.now(UTC).date().isoformat(),
         "duration_s": round(duration_s),
         "held_out": evaluate(arguments.out, arguments.scenes),
         "held_out_scenes": arguments.scenes,
         "processor": processor_name(),
         "versions": {
-            "pillow": Image.__version__,
+            "pillow": PIL.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
