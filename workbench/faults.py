@@ -38,7 +38,7 @@ def _engine_failed(verb: str, title: str, error: FirstlightError) -> Report:
         draft.find(known.findings)
     draft.find(
         fatal(
-            "rank-lost" if known is not None else "engine-failed",
+            "rank-lost" if known is not None or str(error).startswith("rank ") else "engine-failed",
             str(error),
             found=f"rank {known.rank}, phase {known.phase}" if known is not None else None,
             next="look at the ranks' logs in the host's directory; start again",

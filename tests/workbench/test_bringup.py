@@ -1,7 +1,9 @@
 """The ladder on a real model over two ranks: by hand in a session, at once by `up`, and what a broken model does."""
 
 import json
+import os
 import shutil
+import signal
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -232,3 +234,16 @@ def test_up_climbs_the_whole_ladder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "run/card.yaml" in zipfile.ZipFile(exported).namelist()
     assert not list(run.glob("fault-*"))
     assert json.loads((run / "run.json").read_text())["rungs"][-1]["verb"] == "export"
+
+
+def test_a_lost_rank_fails_the_rung_and_a_new_start_mends_it(tmp_path: Path) -> None:
+    with Bringup(MENAGERIE, tp=2, root=tmp_path, max_context=256) as session:
+        assert session.start().passed
+        assert session.host is not None
+        os.kill(session.host.pids[1], signal.SIGKILL)
+        report = session.infer()
+        assert report.status == "failed"
+        assert report.findings[-1].code in ("rank-lost", "engine-failed")
+        assert "rank 1" in " ".join(f.message for f in report.findings)
+        assert session.start().passed
+        assert "moo" in session.ask("What does a cow say?", stream=False).text.lower()
