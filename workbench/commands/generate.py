@@ -19,6 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
     options.sampling(parser)
     options.engine(parser)
+    parser.set_defaults(max_batch=1)  # one answer: memory for more would only be waited for
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
