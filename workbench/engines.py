@@ -29,6 +29,8 @@ def open_engine(options: EngineOptions, progress: Progress | None = None) -> Ite
 
 def start_here(options: EngineOptions, progress: Progress) -> EngineLike:
     """An engine in this process, on one rank; its stages are told as progress."""
+    import numpy  # noqa: F401 - before torch, which imports it where an interrupt is lost
+
     from firstlight.engine.parallel.comm import Comms
     from firstlight.engine.serving.boot import bring_up
     from firstlight.engine.serving.control import Control

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy  # noqa: F401 - before torch, which imports it where an interrupt is lost
 import torch
 
 from firstlight.engine.errors import Refused

@@ -231,7 +231,7 @@ class Engine:
                     self.step()
 
     def close(self) -> None:
-        """Stop: running requests are aborted, the other ranks leave."""
+        """Stop: running requests end with an error, the other ranks leave."""
         if self.status in ("stopped", "failed"):
             return
         self.status = "stopped"
@@ -342,7 +342,7 @@ class Engine:
         self._take_in()
         for stream in list(self._streams.values()):
             self.scheduler.finish(stream.request.number)
-            stream.end("abort")
+            stream.end("error", "the engine was stopped before the answer was complete")
         self._streams.clear()
         self._control.tell(_encode(Stop()))
         self.status = "stopped"

@@ -199,6 +199,21 @@ def test_a_closed_engine_refuses(checkpoint: Get) -> None:
         engine.submit(PROMPTS[0])
 
 
+def test_an_answer_that_a_stop_cuts_off_is_an_error_not_an_end(checkpoint: Get) -> None:
+    engine = start(checkpoint("llama"))
+    stream = engine.submit(PROMPTS[0], params=greedy())
+    engine.step()
+    engine.step()
+    engine.close()
+    deltas = []
+    while not deltas or deltas[-1].finish is None:
+        delta = stream.read()
+        assert delta is not None
+        deltas.append(delta)
+    assert sum(len(delta.tokens) for delta in deltas) == 2
+    assert (deltas[-1].finish, deltas[-1].error) == ("error", "the engine was stopped before the answer was complete")
+
+
 @pytest.mark.parametrize("name", ["llama", "llava-clip", "deepseek_v3", "gemma2"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_trace_shows_what_the_reference_has(checkpoint: Get, name: str, side: str) -> None:
