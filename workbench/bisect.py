@@ -19,7 +19,7 @@ from firstlight.workbench.judge import Verdict, first_bad
 from firstlight.workbench.report import Draft
 
 if TYPE_CHECKING:
-    from firstlight.workbench.reference import Reference
+    from firstlight.workbench.streamed import AnyReference
 
 LARGEST_RERUN_BYTES = 2 << 30  # weights of an engine that is started again to try other operators
 
@@ -30,7 +30,7 @@ def blame(
     verdict: Verdict,
     engine: EngineLike,
     options: EngineOptions,
-    reference: Reference | None = None,
+    reference: AnyReference | None = None,
 ) -> None:
     """Add the finding that says which block is at fault, as closely as the case allows to tell."""
     if verdict.bad_layer is not None:
@@ -47,7 +47,7 @@ def _faulty_layer(
     verdict: Verdict,
     engine: EngineLike,
     options: EngineOptions,
-    reference: Reference | None,
+    reference: AnyReference | None,
 ) -> Finding:
     index = verdict.bad_layer
     assert index is not None
@@ -89,7 +89,7 @@ def _advice(culprit: str | None) -> str:
     return "run again with the reference implementation (--operator OP=reference), or on one rank"
 
 
-def _part(case: Case, index: int, engine: EngineLike, reference: Reference) -> str:
+def _part(case: Case, index: int, engine: EngineLike, reference: AnyReference) -> str:
     """Which half of the layer is wrong when both start from the reference's input of the layer."""
     golden = case.golden
     name = f"layers.{index}.mixer"

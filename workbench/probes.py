@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import warning
+from firstlight.engine.findings import note, warning
 from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.model.spec import ModelSpec
@@ -20,9 +20,9 @@ from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import Deviation, deviation
 from firstlight.workbench.golden import Arrays, Golden
 from firstlight.workbench.progress import Progress
-from firstlight.workbench.reference import Reference
 from firstlight.workbench.report import Draft
 from firstlight.workbench.side_files import has_chat_template
+from firstlight.workbench.streamed import AnyReference, StreamedReference, open_reference
 
 PROMPT = "Describe what you see and hear on a walk through a forest after the rain, in a few words."
 PROMPT_SEEING = "What is in this picture? Answer in a few words."
@@ -41,14 +41,19 @@ def reference_cases(
     prompt: str | None,
     pictures: Sequence[str | Path],
     trust_remote_code: bool,
+    streamed: bool | None,
     ends: frozenset[int],
     progress: Progress,
-) -> tuple[Reference, list[Case]]:
+) -> tuple[AnyReference, list[Case]]:
     """The reference and a case for each input: a prompt (with a picture if the model sees) and random tokens."""
     asked = inputs_of(draft, checkpoint, spec, prompt, pictures)
     progress("reference", 0, 1, "models")
-    reference = Reference.open(checkpoint.directory, trust_remote_code=trust_remote_code)
-    rounded = None if dtype == "F32" else Reference.open(checkpoint.directory, dtype=dtype)
+    reference = open_reference(checkpoint, streamed=streamed, trust_remote_code=trust_remote_code)
+    in_layers = isinstance(reference, StreamedReference)
+    if in_layers:
+        message = "the reference runs layer by layer, so no generated tokens are compared"
+        draft.find(note("not-available", message, next="run it whole where it fits"))
+    rounded = None if dtype == "F32" else open_reference(checkpoint, dtype, streamed=in_layers)
     cases = []
     for index, (name, inputs) in enumerate(asked.items()):
         progress("reference", index, len(asked), "inputs")
@@ -76,7 +81,7 @@ def reference_cases(
 
 
 def _noise(
-    reference: Reference, rounded: Reference | None, inputs: Arrays, found: Arrays
+    reference: AnyReference, rounded: AnyReference | None, inputs: Arrays, found: Arrays
 ) -> tuple[dict[str, Deviation], dict[str, Deviation]]:
     """The reference's deviation from itself by name: free running, and from its own inputs layer by layer.
 

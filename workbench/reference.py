@@ -41,8 +41,8 @@ class Reference:
         Raises `Refused`: not-available without transformers or for an architecture it does not know, missing-tensor
         when it would fill a parameter with random numbers (transformers itself reports success then).
         """
-        transformers = _transformers()
-        with _quiet():
+        transformers = load_transformers()
+        with quiet():
             try:
                 config = transformers.AutoConfig.from_pretrained(
                     directory, local_files_only=True, trust_remote_code=trust_remote_code
@@ -58,8 +58,8 @@ class Reference:
                     experts_implementation="eager",  # the plain loop: the fused one asks for aligned widths
                 )
             except (ValueError, KeyError, OSError) as error:
-                raise _unavailable(directory, str(error).splitlines()[0]) from error
-        _refuse_random(directory, info)
+                raise unavailable(directory, str(error).splitlines()[0]) from error
+        refuse_random(directory, info)
         return cls(model.eval(), transformers.__version__)
 
     def run(self, inputs: Mapping[str, NDArray[Any]], generate: int = 0) -> Arrays:
@@ -68,12 +68,12 @@ class Reference:
         `inputs` are a golden file's: `input_ids` [batch, tokens], optionally `attention_mask` and picture tensors.
         """
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
-        with torch.inference_mode(), _quiet():
+        with torch.inference_mode(), quiet():
             out = self._model(**tensors, output_hidden_states=True, use_cache=False)
             found = {f"hidden.{i}": state.float().numpy() for i, state in enumerate(out.hidden_states)}
             found["logits"] = out.logits.float().numpy()
-            if len(pictures := _pictures(tensors)):
-                found["image_features"] = self._features(pictures)
+            if len(pictures := pictures_of(tensors)):
+                found["image_features"] = features_of(self._model, pictures)
             if generate:
                 found["generated"] = self._greedy(tensors, generate)
         return found
@@ -84,7 +84,7 @@ class Reference:
         With `forced` (an earlier result) each decoder layer starts from the earlier result's input instead of its
         predecessor's output: `hidden.i` then holds the noise of one layer alone.
         """
-        with _SplitSums(), self._teacher(forced):
+        with SplitSums(), self._teacher(forced):
             return self.run(inputs)
 
     def forced(self, inputs: Mapping[str, NDArray[Any]], given: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -104,7 +104,7 @@ class Reference:
             return None
         kept: list[Tensor] = []
         hooks = (
-            layer.register_forward_pre_hook(_replace_input(torch.from_numpy(given)), with_kwargs=True),
+            layer.register_forward_pre_hook(replace_input(torch.from_numpy(given)), with_kwargs=True),
             source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out)),
         )
         try:
@@ -120,19 +120,13 @@ class Reference:
         layers = self._model.get_decoder().layers if forced is not None else ()
         for index, layer in enumerate(layers):
             assert forced is not None
-            hook = _replace_input(torch.from_numpy(forced[f"hidden.{index}"]))
+            hook = replace_input(torch.from_numpy(forced[f"hidden.{index}"]))
             hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _features(self, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
-        features = self._model.get_image_features(**pictures)
-        features = getattr(features, "pooler_output", features)
-        joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
-        return joined.float().flatten(0, -2).numpy()
 
     def _greedy(self, tensors: Mapping[str, Tensor], steps: int) -> NDArray[Any]:
         mask = tensors.get("attention_mask")
@@ -148,7 +142,7 @@ class Reference:
         return out[:, tensors["input_ids"].shape[1] :].numpy()
 
 
-def _transformers() -> Any:
+def load_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
@@ -162,7 +156,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _unavailable(directory: str | Path, reason: str) -> Refused:
+def unavailable(directory: str | Path, reason: str) -> Refused:
     return Refused(
         fatal(
             "not-available",
@@ -173,16 +167,18 @@ def _unavailable(directory: str | Path, reason: str) -> Refused:
     )
 
 
-def _refuse_random(directory: str | Path, info: Any) -> None:
+def refuse_random(directory: str | Path, info: Any, expected: Callable[[str], bool] = lambda name: False) -> None:
+    """Refuse a model with parameters that were not in the checkpoint, but for names `expected` to be absent."""
     read: Callable[[str], Any] = info.get if isinstance(info, Mapping) else lambda key: getattr(info, key, None)
-    names = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in read(key) or ())
+    names = {str(name) for key in ("missing_keys", "mismatched_keys") for name in read(key) or ()}
+    names = {name for name in names if not expected(name)}
     if names:
         raise Refused(
             fatal(
                 "missing-tensor",
                 "transformers would fill these parameters with random numbers; it cannot be the reference",
                 file=str(directory),
-                tensors=tuple(names),
+                tensors=tuple(sorted(names)),
                 expected="every parameter of the reference in the checkpoint",
                 found=f"{len(names)} missing or of another shape",
                 next="compare the names with the ledger (firstlight scan); verify against a golden file instead",
@@ -190,7 +186,15 @@ def _refuse_random(directory: str | Path, info: Any) -> None:
         )
 
 
-def _pictures(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
+    """Picture features behind the projector [n, hidden], in order."""
+    features = model.get_image_features(**pictures)
+    features = getattr(features, "pooler_output", features)
+    joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
+    return joined.float().flatten(0, -2).numpy()
+
+
+def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(("pixel", "image"))}
 
 
@@ -199,7 +203,7 @@ def _left_padded(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids.gather(1, order), "attention_mask": mask.gather(1, order)}
 
 
-def _replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
+def replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
     def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         own = args[0] if args else kwargs["hidden_states"]
         given = states.to(own.dtype)
@@ -208,7 +212,7 @@ def _replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
     return hook
 
 
-class _SplitSums(TorchFunctionMode):
+class SplitSums(TorchFunctionMode):
     """Matrix products as the sum of two halves of the inner dim, as tensor parallelism on two ranks would."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,7 +232,7 @@ class _SplitSums(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No remarks and no progress bars of the library in reports; its settings are put back."""
     from transformers.utils import logging as theirs
 

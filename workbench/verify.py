@@ -32,7 +32,7 @@ from firstlight.workbench.side_files import absent_side_files
 
 if TYPE_CHECKING:
     from firstlight.engine.serving.api import EngineLike
-    from firstlight.workbench.reference import Reference
+    from firstlight.workbench.streamed import AnyReference
 
 
 def verify(
@@ -46,6 +46,7 @@ def verify(
     prompt: str | None = None,
     pictures: Sequence[str | Path] = (),
     trust_remote_code: bool = False,
+    streamed: bool | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Compare the checkpoint of `options` under its mesh with a golden file, else with transformers.
@@ -53,7 +54,8 @@ def verify(
     Float32 on the CPU unless `options` name a dtype or device. `engine`, one that runs already, is used as it is.
     `layers` [first, last) limits the comparison; `limit` replaces the relative max-abs that passes. Against
     transformers the inputs are `prompt` and `pictures` (or ones of our own) and random tokens, and what passes follows
-    from the reference's own noise. Raises `Refused`: bad-golden, not-available, and what a start may be refused for.
+    from the reference's own noise; `streamed` runs it layer by layer (None: if it would not fit). Raises `Refused`:
+    bad-golden, not-available, and what a start may be refused for.
     """
     checkpoint = Checkpoint.open(options.checkpoint)
     spec, matcher = FAMILIES.describe(checkpoint.config)
@@ -70,7 +72,7 @@ def verify(
     )
     within = limit_of(dtype) if limit is None else limit
     say = progress or Progress("verify")
-    oracle: Reference | None = None
+    oracle: AnyReference | None = None
     if golden is not None:
         cases = [_golden_case(draft, Golden.read(golden), spec, within, dtype, layers, eos_ids(checkpoint))]
     else:
@@ -87,6 +89,7 @@ def verify(
             prompt,
             pictures,
             trust_remote_code,
+            streamed,
             eos_ids(checkpoint),
             say,
         )

@@ -17,6 +17,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="A:B", type=layers, help="compare layers A up to, not including, B")
     parser.add_argument("--limit", metavar="X", type=float, help="relative max-abs that passes, instead of the default")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the reference run the checkpoint's code")
+    parser.add_argument(
+        "--streamed",
+        action="store_true",
+        default=None,
+        help="run the reference layer by layer (default if it is large)",
+    )
     options.prompt(parser)
     options.engine(parser)
 
@@ -34,6 +40,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         prompt=arguments.prompt,
         pictures=arguments.image,
         trust_remote_code=arguments.trust_remote_code,
+        streamed=arguments.streamed,
         progress=session.progress("verify"),
     )
     if arguments.golden is not None or arguments.layers is not None or not report.passed:
