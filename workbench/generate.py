@@ -11,6 +11,7 @@ from firstlight.engine.inputs import side_files
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.request import Delta, SamplingParams
 from firstlight.engine.serving.stream import EngineFailed
+from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.inputs_report import add_inputs
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import has_chat_template
@@ -59,10 +60,9 @@ def generate(
 
 
 def refuse_early(checkpoint: str, prompt: str, images: Sequence[str | Path | bytes], chat: bool | None) -> None:
-    """Refuses, before an engine is started, what it would refuse when asked: no tokenizer, a picture it cannot take."""
+    """Refuses, before an engine is started, what it would refuse later: broken files, no tokenizer, a bad picture."""
+    Checkpoint.open(checkpoint).refuse_if_broken()
     directory = Path(checkpoint)
-    if not (directory / side_files.CONFIG).is_file():
-        return  # whoever opens the checkpoint says what is wrong with it
     if images:
         prepare(checkpoint, prompt, images, has_chat_template(directory) if chat is None else chat)
     elif not (directory / side_files.TOKENIZER).is_file():
