@@ -45,8 +45,7 @@ def test_generate_is_refused_before_an_engine_starts(
     home = tmp_path / "menagerie"
     shutil.copytree(MENAGERIE, home)
     (home / absent).unlink()
-    (home / "model.safetensors.index.json").write_text("{}")  # a start would stumble over it first
-    words = ["generate", str(home), "--prompt", "hello"]
+    words = ["generate", str(home), "--prompt", "hello", "--tp", "3"]  # which a start would stumble over first
     words += ["--image", str(MENAGERIE.parent / "pictures" / "cat.png")] if image else []
     assert main(words) == 2
     error = capsys.readouterr().err
