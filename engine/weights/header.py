@@ -100,7 +100,7 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(start[:8], "little")
             _refuse_other_formats(file, start, size, length)
             if 8 + length > size:
-                raise Refused(_truncated(file, 8 + length, size, ()))
+                raise Refused(_cut_in_header(file, 8 + length, size))
             stream.seek(8)
             text = _read_text(file, stream, length)
     except OSError as error:
@@ -179,6 +179,18 @@ def _truncated(file: str, expected: int, size: int, tensors: tuple[str, ...]) ->
         expected=f"{expected:,} bytes",
         found=f"{size:,} bytes",
         next=f"fetch bytes {size}-{expected - 1} of {file} again",
+    )
+
+
+def _cut_in_header(file: str, header_end: int, size: int) -> Finding:
+    """How long the file should be stands in the part that is missing."""
+    return fatal(
+        "truncated-shard",
+        f"{file} breaks off within its header: all of its tensors are missing",
+        file=file,
+        expected=f"{header_end:,} bytes of header, then the tensors",
+        found=f"{size:,} bytes",
+        next=f"fetch {file} again, from byte {size} to its end",
     )
 
 

@@ -173,7 +173,9 @@ def test_nine_bytes_that_claim_a_terabyte(tmp_path: Path) -> None:
 def test_a_header_that_is_longer_than_the_file(tmp_path: Path) -> None:
     finding = refused(tmp_path, raw(b'{"a":', length=1000))
     assert finding.code == "truncated-shard"
-    assert finding.next == "fetch bytes 13-1007 of x.safetensors again"
+    assert "within its header" in finding.message
+    assert (finding.expected, finding.found) == ("1,008 bytes of header, then the tensors", "13 bytes")
+    assert finding.next == "fetch x.safetensors again, from byte 13 to its end"
 
 
 def test_a_sparse_header_costs_only_what_it_holds(tmp_path: Path) -> None:
