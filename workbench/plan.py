@@ -103,7 +103,7 @@ def _decode(path: Path, file: Any) -> dict[str, Any]:
         raise Refused(
             fatal("missing-side-file", f"{path} is not there", file=str(path), next="fetch config.json of the release")
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(
             fatal("side-file-invalid", f"{path} is not JSON: {error}", file=str(path), next="fetch the file again")
         ) from error

@@ -61,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a side file; raises `Refused` when it is absent, not JSON, or not an object."""
     try:
         value = msgspec.json.decode(read_bytes(path))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(
             fatal(
                 "side-file-invalid",

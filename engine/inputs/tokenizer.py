@@ -117,7 +117,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; text that spells an added token becomes that token, as it does in transformers."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's calls only those for batches let other threads run: a long prompt must not silence a server.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -167,7 +169,7 @@ def _no_tokenizer(directory: Path) -> Finding:
 def _parse(path: Path, text: bytes) -> _File:
     try:
         return msgspec.json.decode(text, type=_File)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(
             fatal(
                 "side-file-invalid",

@@ -6,7 +6,7 @@ A checkpoint without a tokenizer still serves token ids.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -65,7 +65,12 @@ class Frontend:
         """A request for a text, token ids or messages; raises `Refused` with what cannot be used."""
         arrival_s = time.perf_counter()
         params = params or SamplingParams()
+        _check_prompt(prompt)
         if is_ids(prompt):
+            if pictures:
+                raise _bad(
+                    "pictures beside token ids", "a text or messages, which say where each picture belongs", "ids"
+                )
             ids = tuple(int(id_) for id_ in prompt)
             self._check_ids(ids)
             return Request(number=number, prompt_ids=ids, params=params, arrival_s=arrival_s)
@@ -181,6 +186,24 @@ class Frontend:
 def is_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     """Whether a prompt is token ids rather than text or messages."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def _check_prompt(prompt: Prompt) -> None:
+    """Refuses a list that is neither token ids nor messages: what follows looks at its first item alone."""
+    if isinstance(prompt, str):
+        return
+    expected = "a text, token ids, or messages with role and content"
+    if len(prompt) == 0:
+        raise _bad("prompt", expected, "an empty list")
+    wanted = int if isinstance(prompt[0], int) else Mapping
+    other = next((part for part in prompt if not isinstance(part, wanted)), None)
+    if other is not None:
+        raise _bad("prompt", expected, f"a list of {type(prompt[0]).__name__} with {type(other).__name__} in it")
+
+
+def _bad(what: str, expected: str, found: str) -> Refused:
+    message = f"{what} cannot be used"
+    return Refused(fatal("bad-request", message, expected=expected, found=found, next="correct the request"))
 
 
 def _rows(array: Array, first: int, count: int) -> Array:

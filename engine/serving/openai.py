@@ -97,8 +97,8 @@ def read_chat(body: bytes, default_max_tokens: int) -> Ask:
     top = asked.top_logprobs or 0
     if top and not asked.logprobs:
         raise _bad("top_logprobs", "logprobs true", "logprobs not set")
-    limit = asked.max_completion_tokens or asked.max_tokens
-    params = _params(asked, limit or default_max_tokens, bool(asked.logprobs), top)
+    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    params = _params(asked, default_max_tokens if limit is None else limit, bool(asked.logprobs), top)
     return _ask("chat", asked, messages, urls, params, limit is None)
 
 
@@ -114,8 +114,9 @@ def read_text(body: bytes, default_max_tokens: int) -> Ask:
                 raise _bad("prompt", "one prompt a request", f"{len(asked.prompt)}")
             prompt = asked.prompt[0]
     wants = asked.logprobs is not None
-    params = _params(asked, asked.max_tokens or default_max_tokens, wants, asked.logprobs or 0)
-    return _ask("text", asked, prompt, asked.images, params, asked.max_tokens is None)
+    limit = asked.max_tokens
+    params = _params(asked, default_max_tokens if limit is None else limit, wants, asked.logprobs or 0)
+    return _ask("text", asked, prompt, asked.images, params, limit is None)
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:
@@ -133,7 +134,7 @@ def _read(body: bytes, kind: type[Any]) -> Any:
         return msgspec.convert({key: raw[key] for key in raw if key in known}, kind)
     except msgspec.ValidationError as error:
         raise _bad("body", "the types of the OpenAI API", str(error)) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _bad("body", "JSON", str(error)) from None
 
 

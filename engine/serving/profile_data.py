@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+if TYPE_CHECKING:
+    from firstlight.engine.serving.scheduler import Limits
 
 
 class ProfileCommand(msgspec.Struct, frozen=True, tag=True):
@@ -12,6 +20,22 @@ class ProfileCommand(msgspec.Struct, frozen=True, tag=True):
     decode_steps: int = 8
     batch: int = 1
     repeats: int = 3
+
+
+def profile_command(limits: Limits, prompt_tokens: int, decode_steps: int, batch: int) -> ProfileCommand:
+    """Checks everything that could fail on a rank, so that no rank is lost to it; raises `Refused` (bad-request)."""
+    room = limits.max_context - 1  # the step that warms up is decoded too
+    for name, value, most in (
+        ("prompt_tokens", prompt_tokens, room),
+        ("decode_steps", decode_steps, room),
+        ("prompt_tokens and decode_steps together", prompt_tokens + decode_steps, room),
+        ("batch", batch, limits.max_batch),
+    ):
+        if not 1 <= value <= most:
+            message = f"{name} is out of range for a profile"
+            next_ = "correct the request, or start with a larger max_context or max_batch"
+            raise Refused(fatal("bad-request", message, expected=f"1 to {most}", found=str(value), next=next_))
+    return ProfileCommand(prompt_tokens, decode_steps, batch)
 
 
 class PhaseProfile(msgspec.Struct, frozen=True, kw_only=True):

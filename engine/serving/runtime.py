@@ -24,7 +24,7 @@ from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.frontend import Frontend
 from firstlight.engine.serving.health import Failure, Pulse, Status
 from firstlight.engine.serving.options import EngineOptions
-from firstlight.engine.serving.profile_data import ProfileCommand, RankProfile
+from firstlight.engine.serving.profile_data import RankProfile, profile_command
 from firstlight.engine.serving.request import Arrays, Completion, Delta, Request, SamplingParams, TokenLogprob
 from firstlight.engine.serving.scheduler import Scheduler, Step
 from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
@@ -192,8 +192,9 @@ class Engine:
         return shown
 
     def profile(self, prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> tuple[RankProfile, ...]:
-        """Where the time of prefill and decode goes, on every rank."""
-        answers = self.call(lambda: self._ask(ProfileCommand(prompt_tokens, decode_steps, batch)))
+        """Where the time of prefill and decode goes, on every rank; `Refused` for what the context cannot hold."""
+        command = profile_command(self.scheduler.limits, prompt_tokens, decode_steps, batch)
+        answers = self.call(lambda: self._ask(command))
         return tuple(msgspec.msgpack.decode(answer, type=RankProfile) for answer in answers)
 
     def memory(self) -> tuple[RankMemory, ...]:

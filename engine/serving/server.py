@@ -17,6 +17,7 @@ import msgspec
 import safetensors.numpy
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -92,6 +93,7 @@ def create_app(desk: Desk) -> FastAPI:
     _admin_routes(app, desk)
     app.add_exception_handler(FirstlightError, _on_error)
     app.add_exception_handler(Exception, _on_fault)
+    app.add_exception_handler(RequestValidationError, _on_query)
     app.add_exception_handler(404, _on_missing)
     app.add_exception_handler(405, _on_missing)
     app.add_middleware(BodyLimit, limit_of=lambda path: _limit_of(path, desk.options))
@@ -302,6 +304,12 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     return _json(
         error_body(f"{type(error).__name__} in {request.url.path}; see the log of rank 0", "server_error"), 500
     )
+
+
+async def _on_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    wrong = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
+    return _json(error_body(f"the query cannot be used: {wrong}", "invalid_request_error", "bad-request"), 400)
 
 
 async def _on_missing(request: Request, error: Exception) -> Response:

@@ -30,7 +30,7 @@ def read_generation(body: bytes) -> Generation:
     """The arguments of `generate` from a body; raises `Refused` (bad-request)."""
     try:
         asked = msgspec.json.decode(body, type=Generation)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(fatal("bad-request", "the body cannot be used", expected="JSON", found=str(error))) from None
     if any(not url.startswith("data:") for url in asked.pictures):
         raise Refused(

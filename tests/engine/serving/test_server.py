@@ -374,3 +374,54 @@ def test_chunks_are_json_events(raw: httpx.Client) -> None:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+
+
+HOSTILE = {
+    "nested deeper than any parser goes": ("/v1/completions", b"[" * 200_000),
+    "nested in a key that is ignored": ("/v1/completions", b'{"model":"menagerie","user":' + b'{"a":' * 100_000),
+    "text among token ids": ("/v1/completions", {"prompt": [1, "a"]}),
+    "digits among token ids": ("/v1/completions", {"prompt": [1, "2"]}),
+    "pictures beside token ids": ("/v1/completions", {"prompt": [1, 2], "images": [CAT]}),
+    "no tokens wanted": ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
+    "no tokens wanted of a chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0},
+    ),
+    "a message among token ids": ("/admin/generate", b'{"prompt":[1,{}]}'),
+    "token ids among messages": ("/admin/generate", b'{"prompt":[{"role":"user","content":"a"},1]}'),
+    "no messages": ("/admin/generate", b'{"prompt":[]}'),
+    "a profile of less than nothing": ("/admin/profile?prompt_tokens=-1", b""),
+    "a profile of nothing": ("/admin/profile?batch=0", b""),
+    "a profile of everything": ("/admin/profile?prompt_tokens=1000000000", b""),
+    "a profile of many": ("/admin/profile?batch=1000000", b""),
+    "a profile without end": ("/admin/profile?decode_steps=1000000000", b""),
+    "a query that is no number": ("/admin/profile?batch=x", b""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_request_is_400_in_openais_words(raw: httpx.Client, name: str) -> None:
+    path, asked = HOSTILE[name]
+    body = asked if isinstance(asked, bytes) else json.dumps({"model": MODEL, "max_tokens": 2, **asked}).encode()
+    answer = raw.post(path, content=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"].keys() >= {"message", "type", "param", "code"}
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert raw.get("/health").status_code == 200
+
+
+def test_a_long_prompt_does_not_silence_the_server(raw: httpx.Client) -> None:
+    """The tokenizer works for a second or so; /health answers meanwhile, as the watchers of a rank need it to."""
+    body = {"model": MODEL, "prompt": "A cow says " * 80_000, "max_tokens": 2}
+    longest_s, asked = 0.0, 0
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(lambda: (raw.post("/v1/completions", json=body), time.monotonic()))
+        began_s = time.monotonic()
+        while not long.done():
+            before_s = time.monotonic()
+            assert raw.get("/health").status_code == 200
+            longest_s, asked = max(longest_s, time.monotonic() - before_s), asked + 1
+        answer, ended_s = long.result()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context-too-long"
+    assert longest_s < 0.5 * (ended_s - began_s), f"{asked} answers, the slowest after {longest_s:.2f} s"
