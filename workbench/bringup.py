@@ -234,7 +234,7 @@ class Bringup:
         for delta in self.engine.generate(text, images, SamplingParams(**params), chat):
             pieces.append(delta.text)
             if stream and delta.text:
-                print(delta.text, end="", flush=True)
+                print(words.harmless(delta.text), end="", flush=True)
             if delta.finish == "error":
                 raise EngineFailed(delta.error or "the engine failed")
             if delta.finish is not None and delta.usage is not None:

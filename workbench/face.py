@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from firstlight.engine.findings import Finding
+from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
@@ -61,20 +61,20 @@ class Face:
         elif not self.quiet:
             for finding in report.findings:
                 if finding.severity == "warning":
-                    print(f"warning: {finding.message}", file=sys.stderr)
+                    print(printable(f"warning: {finding.message}"), file=sys.stderr)
 
     def text(self, text: str) -> None:
         """Prints a piece of a model's answer as it comes."""
         self.settle()
         if not self.quiet:
-            self.out.write(text)
+            self.out.write(words.harmless(text))
             self.out.flush()
 
     def aside(self, text: str) -> None:
         """A line beside the output proper, on standard error."""
         self.settle()
         if not self.quiet:
-            print(text, file=sys.stderr)
+            print(words.harmless(text), file=sys.stderr)
 
     def verdict(self, status: str, verb: str, checks: str, duration: str, figures: str) -> None:
         """One rung in one line."""
@@ -85,7 +85,7 @@ class Face:
         from rich.text import Text
 
         line = Text.assemble((f"{status:<7}", STYLES[status]), "  ", (f"{verb:<7}", "bold"))
-        line.append(f"  {duration:>10}  {checks:>8}  ").append(figures, "dim")
+        line.append(f"  {duration:>10}  {checks:>8}  ").append(printable(figures), "dim")
         Console(file=self.out, highlight=False).print(line, no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str = "") -> None:
@@ -138,7 +138,7 @@ class LiveView:
         lines = []
         for (rung, phase), pace in shown:
             line = Text.assemble((f"{rung:<8}", "bold"), f" {phase:<{widest}}  ")
-            line.append("  ".join(part for part in (*pace_words(pace), pace.last.detail) if part))
+            line.append(printable("  ".join(part for part in (*pace_words(pace), pace.last.detail) if part)))
             lines.append(line)
         return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
@@ -162,7 +162,9 @@ def say_refused(findings: Sequence[Finding], lead: str = "refused") -> None:
     width = max(NARROWEST, min(120, shutil.get_terminal_size((100, 24)).columns))
     lines: list[str] = []
     for finding in fatal[:5]:
-        lines += textwrap.wrap(f"{lead}: {finding.message}", width, subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(
+            printable(f"{lead}: {finding.message}"), width, subsequent_indent="  ", break_on_hyphens=False
+        )
         for name, value in (*finding_fields(finding), ("code", finding.code)):
             lines += textwrap.wrap(f"  {name:<10}{value}", width, subsequent_indent=" " * 12, break_on_hyphens=False)
     if len(fatal) > 5:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal, note, warning
+from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.render.html import report_html
 from firstlight.workbench.render.terminal import report_text
-from firstlight.workbench.render.words import cell, heading, in_bytes, quantity, seconds
+from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds
 from firstlight.workbench.report import Draft, Metric, Report, finite, refusal, write_atomically
 
 
@@ -228,3 +229,37 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         write_atomically(tmp_path / "absent" / "r.json", b"x")
     assert write_atomically(tmp_path / "r.json", b"x").read_bytes() == b"x"
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+COMMANDS = "\x1b[2J\x9b31m\u202e\u2066\x07\r"
+
+
+def hostile_report() -> Report:
+    """Every text that a checkpoint, a file name or a model may have written commands the terminal."""
+    draft = Draft("scan", f"title{COMMANDS}")
+    draft.check(f"check{COMMANDS}", False, value=f"value{COMMANDS}", detail=f"detail{COMMANDS}")
+    draft.metric("metric", f"{COMMANDS}", "", f"of{COMMANDS}")
+    draft.table(f"table{COMMANDS}", [{f"column{COMMANDS}": f"cell{COMMANDS}", "list": [COMMANDS]}])
+    fields = {"file": f"f{COMMANDS}", "expected": f"e{COMMANDS}", "found": COMMANDS, "next": f"n{COMMANDS}"}
+    draft.find(fatal("missing-shard", f"message{COMMANDS}", tensors=(f"t{COMMANDS}",), **fields))
+    return draft.close()
+
+
+def test_no_name_commands_the_terminal_or_turns_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    report = hostile_report()
+    face = Face()
+    face.report(report)
+    face.brief(report)
+    face.text(f"answer{COMMANDS}\n\tإجابة")
+    face.aside(f"aside{COMMANDS}")
+    face.verdict("failed", "scan", "0 of 1", "1 s", f"figures{COMMANDS}")
+    say_refused(report.findings)
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, report_text(report), report_html(report)):
+        assert not {char for char in COMMANDS if not char.isprintable()} & set(text), ascii(text)
+        assert "\\x1b" in text
+    assert "\n\tإجابة" in shown.out
+
+
+def test_an_answer_keeps_its_own_characters() -> None:
+    assert harmless("a\r\nb\tc إجابة 👩\u200d🚀") == "a\nb\tc إجابة 👩\u200d🚀"

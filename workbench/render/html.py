@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Iterator
-from html import escape
 from typing import Any
 
+from firstlight.engine.findings import printable
 from firstlight.workbench.render import words
 from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Report
@@ -44,10 +45,10 @@ def reports_page(title: str, reports: Iterable[Report]) -> str:
     """A page of its own with several reports, one below the other; it follows the reader's light or dark theme."""
     body = "<hr>".join(report_html(report) for report in reports)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_said(title)}</title>'
         "<style>:root{color-scheme:light dark}body{margin:2rem;font-family:system-ui,sans-serif}"
         "hr{border:0;border-top:1px solid rgba(127,127,127,.4);margin:2rem 0}</style></head>"
-        f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
+        f"<body><h1>{_said(title)}</h1>{body}</body></html>\n"
     )
 
 
@@ -55,7 +56,7 @@ def _parts(report: Report) -> Iterator[str]:
     when = "" if report.status == "refused" else f' <span class="quiet">in {words.seconds(report.duration_s)}</span>'
     forced = ' <span class="warning">forced: on top of a rung that did not pass</span>' if report.forced else ""
     status = f'<span class="{report.status}">{report.status}</span>'
-    yield f"<h4>{escape(report.verb)} · {escape(report.title)} · {status}{when}{forced}</h4>"
+    yield f"<h4>{_said(report.verb)} · {_said(report.title)} · {status}{when}{forced}</h4>"
     if report.checks:
         yield _section("checks", _checks(report))
     if report.findings:
@@ -68,7 +69,7 @@ def _parts(report: Report) -> Iterator[str]:
 
 
 def _section(title: str, body: str) -> str:
-    return f'<h5>{escape(title)}</h5><div class="scroll">{body}</div>'
+    return f'<h5>{_said(title)}</h5><div class="scroll">{body}</div>'
 
 
 def _folded(rows: list[dict[str, Any]]) -> str:
@@ -83,7 +84,7 @@ def _rows(rows: Iterable[Iterable[str]]) -> str:
 
 def _td(text: str, kind: str = "") -> str:
     kind = kind or ("t" if len(text) <= SHORT_TEXT else "")
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+    return f'<td class="{kind}">{_said(text)}</td>' if kind else f"<td>{_said(text)}</td>"
 
 
 def _checks(report: Report) -> str:
@@ -111,7 +112,7 @@ def table_html(rows: list[dict[str, Any]]) -> str:
     columns = [column for column in dict.fromkeys(key for row in rows for key in row) if says_something(column, rows)]
     numeric = {column: any(words.is_number(row.get(column)) for row in rows) for column in columns}
     kinds = {column: "n" if numeric[column] else "" for column in columns}
-    head = "".join(f'<th class="{kinds[c]}">{escape(words.heading(c))}</th>' for c in columns)
+    head = "".join(f'<th class="{kinds[c]}">{_said(words.heading(c))}</th>' for c in columns)
     body = "".join(
         "<tr>" + "".join(_td(words.cell(c, row.get(c)), kinds[c]) for c in columns) + "</tr>"
         for row in rows[:MOST_ROWS]
@@ -123,8 +124,13 @@ def table_html(rows: list[dict[str, Any]]) -> str:
 def _findings(report: Report) -> str:
     rows = []
     for finding in report.findings:
-        lines = [escape(f"{finding.code}: {finding.message}")]
-        lines += [f'<span class="quiet">{name}:</span> {escape(value)}' for name, value in finding_fields(finding)]
+        lines = [_said(f"{finding.code}: {finding.message}")]
+        lines += [f'<span class="quiet">{name}:</span> {_said(value)}' for name, value in finding_fields(finding)]
         severity = f'<td><span class="s {finding.severity}">{finding.severity}</span></td>'
         rows.append((severity, f"<td>{'<br>'.join(lines)}</td>"))
     return _rows(rows)
+
+
+def _said(text: str) -> str:
+    """Foreign text for a page: characters that would change how the rest reads are spelt out, markup is escaped."""
+    return html.escape(printable(text))

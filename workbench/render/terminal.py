@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from firstlight.engine.findings import Finding
+from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Check, Metric, Report
 
@@ -51,10 +51,10 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     from rich.rule import Rule
     from rich.text import Text
 
-    yield Rule(Text.assemble((report.verb, "bold"), "  ", report.title), align="left", style="dim")
+    yield Rule(Text.assemble((report.verb, "bold"), "  ", printable(report.title)), align="left", style="dim")
     for name, rows in report.tables.items():
         if rows and name not in LEFT_TO_THE_FILE:
-            yield _block(name.replace("_", " "), _table(rows, width))
+            yield _block(printable(name.replace("_", " ")), _table(rows, width))
     if report.metrics:
         yield _block("figures", _metrics(report.metrics))
     if report.findings:
@@ -68,7 +68,9 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
 def _verdict(report: Report) -> RenderableType:
     from rich.text import Text
 
-    line = Text.assemble((report.status, STYLES[report.status]), "  ", (report.verb, "bold"), "  ", report.title)
+    line = Text.assemble(
+        (report.status, STYLES[report.status]), "  ", (report.verb, "bold"), "  ", printable(report.title)
+    )
     failed = sum(check.status == "failed" for check in report.checks)
     if report.checks:
         line.append(f"  {len(report.checks) - failed} of {len(report.checks)} checks")
@@ -125,8 +127,8 @@ def _check_words(check: Check) -> tuple[str, str, str, str]:
         unit = check.unit if check.value is None or words.is_bytes(check.unit) else ""
         limit = f"limit {words.quantity(check.limit, unit)}"
     if len(value) > LONG_VALUE:
-        return check.name, "", limit, "; ".join(filter(None, (value, check.detail)))
-    return check.name, value, limit, check.detail
+        return printable(check.name), "", limit, printable("; ".join(filter(None, (value, check.detail))))
+    return printable(check.name), value, limit, printable(check.detail)
 
 
 def _metrics(metrics: dict[str, Metric]) -> RenderableType:
@@ -135,7 +137,7 @@ def _metrics(metrics: dict[str, Metric]) -> RenderableType:
     grid = _grid({}, {"no_wrap": True}, {})
     for name, metric in metrics.items():
         value = words.quantity(metric.value, metric.unit) if metric.value is not None else "not available"
-        grid.add_row(Text(words.heading(name)), Text(value), Text(metric.detail, "dim"))
+        grid.add_row(Text(words.heading(name)), Text(value), Text(printable(metric.detail), "dim"))
     return grid
 
 
@@ -200,7 +202,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
 
     grid = _grid({"no_wrap": True}, {})
     for finding in findings:
-        body = Text(f"{finding.code}: {finding.message}")
+        body = Text(printable(f"{finding.code}: {finding.message}"))
         for name, value in finding_fields(finding):
             body.append(f"\n{name}: ", "dim").append(value)
         grid.add_row(Text(finding.severity, STYLES[finding.severity]), body)
@@ -210,12 +212,12 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
 def finding_fields(finding: Finding) -> Iterator[tuple[str, str]]:
     """The parts of a finding that it has and that its message does not say already, in the order they are read."""
     if finding.file and finding.file not in finding.message:
-        yield "file", finding.file
+        yield "file", printable(finding.file)
     if finding.tensors:
         yield "tensors", words.shorten(finding.tensors)
     if finding.expected is not None and finding.expected not in finding.message:
-        yield "expected", finding.expected
+        yield "expected", printable(finding.expected)
     if finding.found is not None and finding.found != "absent" and finding.found not in finding.message:
-        yield "found", finding.found
+        yield "found", printable(finding.found)
     if finding.next:
-        yield "next", finding.next
+        yield "next", printable(finding.next)

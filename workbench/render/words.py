@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from firstlight.engine.findings import printable
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SHOWN = {"B": "", "B/s": "/s"}
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def quantity(value: Any, unit: str = "") -> str:
@@ -15,7 +19,7 @@ def quantity(value: Any, unit: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
-        return f"{value} {unit}".strip()
+        return printable(f"{value} {unit}".strip())
     if unit in _SHOWN:
         return in_bytes(value) + _SHOWN[unit]
     if value == 1 and unit.endswith("s") and len(unit) > 2:  # one shard, not one shards; seconds keep their sign
@@ -61,7 +65,7 @@ def cell(column: str, value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, list | tuple):
-        return ", ".join(str(item) for item in value)
+        return printable(", ".join(str(item) for item in value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         if column.endswith("_bytes"):
             return in_bytes(value)
@@ -75,7 +79,7 @@ def heading(column: str) -> str:
     for unit in ("ms", "s", "us", "gib"):
         if name.endswith(f"_{unit}") and not name.endswith(f"_per_{unit}"):
             return f"{name[: -len(unit) - 1].replace('_', ' ')} ({unit})"
-    return name.replace("_", " ")
+    return printable(name.replace("_", " "))
 
 
 def is_bytes(unit: str) -> bool:
@@ -90,4 +94,9 @@ def is_number(value: Any) -> bool:
 def shorten(names: tuple[str, ...], most: int = 4) -> str:
     """The first names, and how many more there are."""
     rest = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    return printable(", ".join(names[:most])) + rest
+
+
+def harmless(text: str) -> str:
+    """A model's own words for a terminal: line ends and tabs stay, what would command the terminal is spelt out."""
+    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
