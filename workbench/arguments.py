@@ -95,7 +95,7 @@ def read_config(path: str) -> dict[str, Any]:
                 next="name another --config file",
             )
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Refused(
             fatal("usage", f"{path} is not YAML: {' '.join(str(error).split())}", file=path, next="correct the file")
         ) from error

@@ -76,7 +76,10 @@ def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     """Name and raw configuration of a checkpoint directory, a JSON file, or a model of `data/models`."""
     path = Path(source).expanduser()
     if path.is_dir():
-        return path.resolve().name, _decode(path / "config.json", (path / "config.json"))
+        config = path / "config.json"
+        if config.exists() and not config.is_file():  # a pipe would wait for a writer for ever
+            raise Refused(fatal("side-file-invalid", f"{config} is no regular file", file=str(config)))
+        return path.resolve().name, _decode(config, config)
     if path.is_file():
         return path.stem, _decode(path, path)
     known = resources.files("firstlight.data").joinpath("models")

@@ -261,6 +261,9 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> Path:
 
     target = Path(path)
     try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_bytes(data)  # a device or a pipe is written to, never replaced
+            return target
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as stream:

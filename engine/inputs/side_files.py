@@ -25,6 +25,8 @@ def read_bytes(path: Path) -> bytes:
     """The bytes of a side file, at most `SIDE_FILE_LIMIT_BYTES`; raises `Refused` (missing- or invalid-side-file)."""
     try:
         size = path.stat().st_size
+        if not path.is_file():  # a pipe would wait for a writer for ever
+            raise Refused(fatal("side-file-invalid", f"{path.name} is no regular file", file=str(path)))
         if size > SIDE_FILE_LIMIT_BYTES:
             raise Refused(
                 fatal(

@@ -39,6 +39,9 @@ def read_object(directory: Path, name: str, limit_bytes: int) -> tuple[dict[str,
     path = directory / name
     try:
         size = path.stat().st_size
+        if not path.is_file():  # a pipe would wait for a writer for ever
+            kind = "a directory" if path.is_dir() else "no regular file"
+            raise Refused(_bad(name, f"cannot be read: it is {kind}", "a readable file", kind))
         if size > limit_bytes:
             raise Refused(_bad(name, f"is {size:,} bytes", f"at most {limit_bytes:,} bytes", f"{size:,} bytes"))
         text = path.read_bytes()

@@ -123,7 +123,11 @@ def _contiguous(array: NDArray[np.generic]) -> NDArray[np.generic]:
 
 
 def _replace(path: Path, chunks: list[bytes | memoryview]) -> None:
-    """Write beside the file, flush to the disk, and put it in place in one step."""
+    """Write beside the file, flush to the disk, and put it in place in one step; into a device or a pipe directly."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as device:
+            device.writelines(chunks)
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

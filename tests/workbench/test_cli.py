@@ -292,3 +292,10 @@ def test_verify_asks_for_answers_where_a_checkpoint_can_give_them(
     last = json.loads(out)["checks"][-1]
     assert (last["name"], last["status"]) == ("answers", "skipped")
     assert "tokenizer.json" in last["detail"]
+
+
+def test_a_configuration_nested_too_deeply_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 3000)
+    status, _, err = say(capsys, "scan", "x", "--config", str(tmp_path / "deep.yaml"))
+    assert status == 2
+    assert "is not YAML" in err

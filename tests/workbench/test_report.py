@@ -1,7 +1,9 @@
 """A report keeps its promises: no NaN literals, numbers with units, all escaped, nothing wider than the screen."""
 
 import json
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.weights.safetensors_file import write as save
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.render.html import report_html
@@ -263,3 +266,15 @@ def test_no_name_commands_the_terminal_or_turns_the_page(capsys: pytest.CaptureF
 
 def test_an_answer_keeps_its_own_characters() -> None:
     assert harmless("a\r\nb\tc إجابة 👩\u200d🚀") == "a\nb\tc إجابة 👩\u200d🚀"
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """Nor is a device: `--json /dev/null` once took the place of the device itself."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(2) as pool:
+        for write in (lambda: write_atomically(pipe, b"x"), lambda: save(pipe, {"a": np.zeros(2)})):
+            written = pool.submit(write)
+            assert pipe.read_bytes()
+            written.result(10)
+            assert pipe.is_fifo()
