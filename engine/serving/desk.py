@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from firstlight.engine.errors import Refused
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.health import Beat, Failure, Pulse
 from firstlight.engine.serving.options import HostOptions
@@ -49,15 +48,18 @@ class Desk:
         if self.engine is not None:
             self.engine.fail(failure)
 
-    def open(self, opened: Callable[[str], None], refused: Callable[[Refused], None]) -> None:
-        """Import and start the server without holding up the caller; `opened` gets its url, or `refused` the reason."""
+    def open(self, opened: Callable[[str], None], refused: Callable[[Exception], None]) -> None:
+        """Import and start the server without holding up the caller; `opened` gets its url, or `refused` the reason.
+
+        Whatever the reason, it is told: who waits for the url of a server that cannot be would wait for ever.
+        """
 
         def run() -> None:
             from firstlight.engine.serving.server import HttpServer
 
             try:
                 server = HttpServer(self)
-            except Refused as error:
+            except Exception as error:  # noqa: BLE001 - the thread ends here
                 refused(error)
                 return
             self._stop = server.stop

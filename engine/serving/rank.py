@@ -11,7 +11,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.cluster import Place, backend_of, place_from_environment
 from firstlight.engine.parallel.comm import CommFailure, Comms
 from firstlight.engine.serving.boot import bring_up, device_of, ping
@@ -144,7 +143,7 @@ class RankProcess:
         threading.Thread(target=look, name="watch", daemon=True).start()
         desk.open(lambda url: self._say(Note(url=url)), self._refused)
 
-    def _refused(self, error: Refused) -> None:
+    def _refused(self, error: Exception) -> None:
         """HTTP cannot be served: there is no use in going on."""
         self._say(Note(failure=failure_of(self.place.rank, "http", error)))
         if self.line is None:

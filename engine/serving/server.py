@@ -71,12 +71,12 @@ def _listen(options: HostOptions) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.host, options.port))
-    except OSError as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # taken or absent; no port at all; no host name at all
         listener.close()
         raise Refused(
             fatal(
                 "usage",
-                f"cannot listen on {options.host} port {options.port}: {error.strerror}",
+                f"cannot listen on {options.host} port {options.port}: {getattr(error, 'strerror', None) or error}",
                 expected="a free port of this machine",
                 found=f"{options.host}:{options.port}",
                 next="choose another --port (0: any free one) or --host",

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,10 @@ from PIL import Image
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.tokenizer import Tokenizer
+from firstlight.engine.serving.desk import Desk
+from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from tests.engine.serving.conftest import MENAGERIE, PICTURES
@@ -159,6 +163,17 @@ def test_deltas_are_whole_characters_whatever_the_tokens(single: Engine) -> None
         text = "".join(delta.text for delta in deltas)
         assert text == tokenizer.decode(tokens)
         assert all("\ufffd" not in delta.text or "\ufffd" in text for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    "where", [{"port": 99999}, {"port": -1}, {"host": "no.such.host.invalid"}, {"host": "x" * 70}], ids=str
+)
+def test_a_place_that_cannot_be_listened_on_is_told_not_waited_for(where: dict[str, Any]) -> None:
+    told: queue.Queue[object] = queue.Queue()
+    Desk(Pulse(), HostOptions(token="secret", **where)).open(told.put, told.put)
+    reason = told.get(timeout=30)
+    assert isinstance(reason, Refused), reason
+    assert "cannot listen" in str(reason)
 
 
 BAD_PICTURES: dict[str, tuple[Callable[[], str], str]] = {
