@@ -95,8 +95,8 @@ def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> s
     below = max((good for good in sizes if good < size), default=1)
     above = min((good for good in sizes if good > size), default=None)
     ways = [f"--{axis} {below}"] + ([f"--{axis} {above}"] if above else [])
-    if size <= spec.num_layers:
-        ways.append(f"--pp {size} instead, by layers")
+    if (stages := min(size, spec.num_layers)) > 1:
+        ways.append(f"--pp {stages} instead, by layers")
     return "use " + ", or ".join(ways)
 
 

@@ -70,9 +70,10 @@ def test_heads_that_do_not_divide(heads: int, kv_heads: int, tp: int, reason: st
     assert way in str(finding.next)
 
 
-def test_the_way_out_by_layers_is_offered_only_where_there_are_layers() -> None:
-    (finding,) = violations(spec(64, 8, layers=2), Mesh(tp=3))
-    assert "--pp" not in str(finding.next)
+def test_the_way_out_by_layers_is_offered_as_far_as_there_are_layers() -> None:
+    for layers, way in ((1, None), (2, "--pp 2 instead"), (8, "--pp 3 instead")):
+        (finding,) = violations(spec(64, 8, layers=layers), Mesh(tp=3))
+        assert way in str(finding.next) if way else "--pp" not in str(finding.next)
 
 
 def test_all_reasons_come_at_once() -> None:
