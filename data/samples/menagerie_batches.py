@@ -49,6 +49,7 @@ class ChatBatch(NamedTuple):
     labels_BT: Tensor
     positions_BT: Tensor
     mask_B1TT: Tensor
+    kind_BP: Tensor
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,21 @@ class VisionBatches(Dataset[VisionBatch]):
 
 @dataclass(frozen=True)
 class ChatBatches(Dataset[ChatBatch]):
-    """Batch number `index` of exchanges, of every kind or of the hard ones: rows with a picture, then rows of text."""
+    """Batch number `index` of a stage ("chat", or one with more of what is hard): rows with a picture, then text."""
 
     steps: int
     rows: int
     text_rows: int
     tokenizer_file: str
-    hard: bool = False
+    stage: str = "chat"
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, index: int) -> ChatBatch:
-        rng = Random(f"{'hard' if self.hard else 'chat'} {TRAINING_SEED} {index}")
-        about = hard_exchanges_about if self.hard else exchanges_about
-        scenes = [random_scene(rng) for _ in range(self.rows)]
+        rng = Random(f"{self.stage} {TRAINING_SEED} {index}")
+        about, pairs = (exchanges_about, 0.15) if self.stage == "chat" else (hard_exchanges_about, 0.45)
+        scenes = [random_scene(rng, pairs=pairs) for _ in range(self.rows)]
         rows = [self._row(list(about(scene, rng)), rng, picture=True) for scene in scenes]
         known = trained_facts()
         for _ in range(self.text_rows):
@@ -108,7 +109,8 @@ class ChatBatches(Dataset[ChatBatch]):
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         mask = (same & causal) | torch.eye(length, dtype=torch.bool)
         barred = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, torch.finfo(torch.bfloat16).min)
-        return ChatBatch(pixels_of(scenes, rng), ids, labels, positions, barred[:, None])
+        kind_BP = torch.from_numpy(np.stack([patch_labels(scene)[0] for scene in scenes]))
+        return ChatBatch(pixels_of(scenes, rng), ids, labels, positions, barred[:, None], kind_BP)
 
     def _row(self, exchanges: list[Exchange], rng: Random, *, picture: bool) -> Row:
         rng.shuffle(exchanges)

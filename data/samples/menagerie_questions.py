@@ -133,7 +133,7 @@ def exchanges_about(scene: Scene, rng: Random) -> Iterator[Exchange]:
     """One exchange of every kind that has an answer for the scene; the wordings are chosen by `rng`."""
     names = [animal.name for animal in sorted(scene.animals, key=lambda animal: animal.x)]
     kinds = list(dict.fromkeys(names))
-    yield Exchange("animal", rng.choice(ANIMAL), naming(kinds, len(names)))
+    yield Exchange("animal" if len(kinds) == 1 else "pair", rng.choice(ANIMAL), naming(kinds, len(names)))
     if rng.random() < 0.5:
         yield Exchange("count", rng.choice(COUNT), f"{NUMBERS[len(names)]}.")
     else:
@@ -151,13 +151,10 @@ def exchanges_about(scene: Scene, rng: Random) -> Iterator[Exchange]:
 
 
 def hard_exchanges_about(scene: Scene, rng: Random) -> Iterator[Exchange]:
-    """More of the kinds that are learnt last: three of presence, two of number and of place, a name or a sentence."""
-    yield from (presence([animal.name for animal in scene.animals], rng) for _ in range(3))
-    for _ in range(2):
-        rounds = exchanges_about(scene, rng)
-        yield from (exchange for exchange in rounds if exchange.kind in ("count", "where"))
-    wanted = rng.choice(("animal", "describe"))
-    yield from (exchange for exchange in exchanges_about(scene, rng) if exchange.kind == wanted)
+    """One exchange of every kind, and more of the kinds that are learnt last: presence and place."""
+    yield from exchanges_about(scene, rng)
+    yield from (presence([animal.name for animal in scene.animals], rng) for _ in range(2))
+    yield from (exchange for exchange in exchanges_about(scene, rng) if exchange.kind == "where")
 
 
 def presence(kinds: list[str], rng: Random) -> Exchange:

@@ -94,10 +94,15 @@ class Scene:
 
 
 def random_scene(
-    rng: Random, *, names: tuple[str, ...] = (), count: int | None = None, background: str | None = None
+    rng: Random,
+    *,
+    names: tuple[str, ...] = (),
+    count: int | None = None,
+    background: str | None = None,
+    pairs: float = 0.15,
 ) -> Scene:
-    """A scene drawn by `rng`: one to four animals of one kind or, about one time in seven, one each of two kinds."""
-    names = names or tuple(rng.sample(ANIMALS, 2 if rng.random() < 0.15 else 1))
+    """A scene drawn by `rng`: one to four animals of one kind or, as often as `pairs` says, one each of two kinds."""
+    names = names or tuple(rng.sample(ANIMALS, 2 if rng.random() < pairs else 1))
     if len(names) == 2:
         animals = _side_by_side(rng, names)
     else:

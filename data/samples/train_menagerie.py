@@ -21,17 +21,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import PIL
 import torch
 import torch.nn.functional as F
 import transformers
-from menagerie_batches import ChatBatch, ChatBatches, VisionBatch, VisionBatches, split_facts
+from menagerie_batches import ChatBatch, ChatBatches, VisionBatch, VisionBatches, encoded, split_facts
 from menagerie_layout import IMAGE, config, train_tokenizer, write_checkpoint
-from menagerie_questions import Exchange, exchanges_about
+from menagerie_questions import Exchange, exchanges_about, plural
 from menagerie_scenes import ANIMALS, COLOURS, Scene, draw, place_name, random_scene
 from PIL import Image
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 # Legend of shape suffixes: B pictures or rows, T tokens, P patches, D width, K classes.
 HERE = Path(__file__).resolve().parent
 HELD_OUT_SEED = 2
+STEPS = (2400, 500, 600, 700)
 
 
 class Labeller(nn.Module):
@@ -84,19 +86,33 @@ def vision_loss(model: LlavaForConditionalGeneration, labeller: Labeller, batch:
     return labeller(states_BPD[:, 1:], tower.post_layernorm(last_BPD[:, 0]), batch)
 
 
-def chat_loss(model: LlavaForConditionalGeneration, batch: ChatBatch) -> Tensor:
-    """Cross entropy of the answers' tokens."""
+def chat_loss(model: LlavaForConditionalGeneration, batch: ChatBatch, names_NK: Tensor | None = None) -> Tensor:
+    """Cross entropy of the answers' tokens; with token ids of the animals' names, also `naming_loss`."""
     inner = model.model
     depth = len(inner.vision_tower.encoder.layers)
     states_BPD = tower_states(inner.vision_tower, batch.pixels_B3HW, layers=depth - 1)[:, 1:]
     features_BPD = inner.multi_modal_projector(states_BPD)
-    embedded_BTD = inner.language_model.embed_tokens(batch.ids_BT)
+    words = inner.language_model.embed_tokens
+    embedded_BTD = words(batch.ids_BT)
     embedded_BTD = embedded_BTD.masked_scatter((batch.ids_BT == IMAGE)[..., None], features_BPD.to(embedded_BTD.dtype))
     hidden_BTD = inner.language_model(
         inputs_embeds=embedded_BTD, attention_mask=batch.mask_B1TT, position_ids=batch.positions_BT, use_cache=False
     ).last_hidden_state
     learnt = batch.labels_BT != -100
-    return F.cross_entropy(model.lm_head(hidden_BTD[learnt]).float(), batch.labels_BT[learnt])
+    loss = F.cross_entropy(model.lm_head(hidden_BTD[learnt]).float(), batch.labels_BT[learnt])
+    return loss if names_NK is None else loss + 0.2 * naming_loss(features_BPD, batch.kind_BP, words(names_NK))
+
+
+def naming_loss(features_BPD: Tensor, kind_BP: Tensor, words_NKD: Tensor) -> Tensor:
+    """How far an animal's patches point from the embeddings of its name, in N forms, among those of all K animals.
+
+    Attention compares patches with the words of a question more easily when both point the same way.
+    """
+    shown = kind_BP > 0
+    patches_MD = F.normalize(features_BPD[shown].float(), dim=-1)
+    scores_NMK = 12 * patches_MD @ F.normalize(words_NKD.float(), dim=-1).transpose(1, 2)
+    right_M = kind_BP[shown] - 1
+    return torch.stack([F.cross_entropy(scores_MK, right_M) for scores_MK in scores_NMK]).mean()
 
 
 class Optimiser:
@@ -164,16 +180,42 @@ def train_tower(model: LlavaForConditionalGeneration, steps: int, rows: int) -> 
     optimise("tower", batches, [(tower, 1.5e-3), (labeller, 1.5e-3)], lambda batch: vision_loss(model, labeller, batch))
 
 
-def train_chat(
-    model: LlavaForConditionalGeneration, data: ChatBatches, rate: float, *, warm_up: int, horizon: int
-) -> None:
+class ChatStage(NamedTuple):
+    """How one stage of learning to answer differs from another; it ends at `part` of its cosine."""
+
+    name: str
+    rate: float
+    text_rows: int
+    warm_up: int
+    part: float = 1.0
+    names: bool = False
+
+
+CHAT_STAGES = (
+    ChatStage("chat", rate=1.5e-3, text_rows=6, warm_up=150, part=0.5),
+    ChatStage("hard", rate=1.5e-3, text_rows=4, warm_up=40),
+    ChatStage("names", rate=1.2e-3, text_rows=4, warm_up=40, names=True),
+)
+
+
+def train_chat(model: LlavaForConditionalGeneration, stage: ChatStage, steps: int, tokenizer_file: str) -> None:
     """Teaches the whole model to answer, the tower at a lower rate than the rest."""
+    data = ChatBatches(steps, 24, stage.text_rows, tokenizer_file, stage.name)
     batches = DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=4)
     inner = model.model
     others = (inner.multi_modal_projector, inner.language_model, model.lm_head)
-    groups = [(inner.vision_tower, 3e-4), *((module, rate) for module in others)]
-    name = "hard" if data.hard else "chat"
-    optimise(name, batches, groups, lambda batch: chat_loss(model, batch), warm_up=warm_up, horizon=horizon)
+    groups = [(inner.vision_tower, 3e-4), *((module, stage.rate) for module in others)]
+    forms = [[encoded(tokenizer_file, f" {form(name)}") for name in ANIMALS] for form in (str, plural)]
+    names_NK = torch.tensor(forms)[..., 0] if stage.names else None
+    horizon = round(steps / stage.part)
+    optimise(
+        stage.name,
+        batches,
+        groups,
+        lambda batch: chat_loss(model, batch, names_NK),
+        warm_up=stage.warm_up,
+        horizon=horizon,
+    )
 
 
 def fresh_model() -> LlavaForConditionalGeneration:
@@ -185,29 +227,22 @@ def fresh_model() -> LlavaForConditionalGeneration:
 
 
 def train(arguments: argparse.Namespace) -> LlavaForConditionalGeneration:
-    """The three stages; what a stage ends with is kept in --work, and a later run begins after the last one kept."""
-    work, tower, chat, hard = arguments.work, arguments.tower_steps, arguments.chat_steps, arguments.hard_steps
+    """All stages; what a stage ends with is kept in --work, and a later run begins after the last one kept."""
+    work, steps = arguments.work, arguments.steps
     work.mkdir(parents=True, exist_ok=True)
     tokenizer_file = str(work / "tokenizer.json")
     train_tokenizer().save(tokenizer_file)
     model = fresh_model()
-    stages: tuple[tuple[Path, Callable[[], None]], ...] = (
-        (work / f"tower-{tower}.pt", lambda: train_tower(model, tower, rows=64)),
-        (
-            work / f"chat-{tower}-{chat}.pt",
-            lambda: train_chat(model, ChatBatches(chat, 24, 6, tokenizer_file), 1.5e-3, warm_up=150, horizon=2 * chat),
-        ),
-        (
-            work / f"hard-{tower}-{chat}-{hard}.pt",
-            lambda: train_chat(
-                model, ChatBatches(hard, 24, 4, tokenizer_file, hard=True), 1.2e-3, warm_up=40, horizon=hard
-            ),
-        ),
-    )
-    kept = [number for number, (file, _) in enumerate(stages) if file.is_file()]
-    if kept:
-        model.load_state_dict(torch.load(stages[kept[-1]][0], weights_only=True))
-    for file, stage in stages[kept[-1] + 1 if kept else 0 :]:
+    stages = [lambda: train_tower(model, steps[0], rows=64)]
+    stages += [
+        partial(train_chat, model, stage, count, tokenizer_file)
+        for stage, count in zip(CHAT_STAGES, steps[1:], strict=True)
+    ]
+    files = [work / f"after-{'-'.join(map(str, steps[: number + 1]))}.pt" for number in range(len(stages))]
+    done = max((number + 1 for number, file in enumerate(files) if file.is_file()), default=0)
+    if done:
+        model.load_state_dict(torch.load(files[done - 1], weights_only=True))
+    for stage, file in list(zip(stages, files, strict=True))[done:]:
         stage()
         torch.save(model.state_dict(), file)
     return model
@@ -335,9 +370,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "menagerie")
     parser.add_argument("--pictures", type=Path, default=HERE / "pictures")
     parser.add_argument("--work", type=Path, default=Path("build/menagerie"), help="keeps what each stage ends with")
-    parser.add_argument("--tower-steps", type=int, default=2400)
-    parser.add_argument("--chat-steps", type=int, default=500)
-    parser.add_argument("--hard-steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, nargs=4, default=STEPS, help="of the tower, then of CHAT_STAGES")
     parser.add_argument("--scenes", type=int, default=500, help="held-out scenes to measure on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluate", action="store_true", help="measure only")
@@ -354,9 +387,8 @@ def main() -> None:
 
 def write_record(arguments: argparse.Namespace, duration_s: float) -> None:
     """Measures the checkpoint and writes beside it how it was made and how often it is right."""
-    steps = f"--tower-steps {arguments.tower_steps} --chat-steps {arguments.chat_steps}"
     record = {
-        "command": f"python data/samples/train_menagerie.py {steps} --hard-steps {arguments.hard_steps}",
+        "command": f"python data/samples/train_menagerie.py --steps {' '.join(map(str, arguments.steps))}",
         "date": datetime.now(UTC).date().isoformat(),
         "duration_s": round(duration_s),
         "held_out": evaluate(arguments.out, arguments.scenes),

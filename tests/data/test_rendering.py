@@ -90,7 +90,7 @@ def test_answers_are_right_for_the_scene(scenes: ModuleType, script: Callable[[s
     pair = scenes.Scene(
         "red", (255, 0, 0), (scenes.Animal("dog", "🐶", 0.7, 0.5, 0.3), scenes.Animal("cat", "🐱", 0.3, 0.5, 0.3))
     )
-    assert {e.kind: e.answer for e in questions.exchanges_about(pair, Random(3))}["animal"] == "A cat and a dog."
+    assert {e.kind: e.answer for e in questions.exchanges_about(pair, Random(3))}["pair"] == "A cat and a dog."
 
 
 def test_every_animal_has_facts_and_no_held_out_fact_is_trained_on(script: Callable[[str], ModuleType]) -> None:
