@@ -8,6 +8,7 @@ Source: transformers 5.24, utils/chat_template_utils.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -21,6 +22,8 @@ from firstlight.engine.inputs.special_tokens import named_special_tokens
 
 if TYPE_CHECKING:
     import jinja2
+
+    from firstlight.engine.inputs.template_bounds import BoundedEnvironment
 
 Message = Mapping[str, Any]
 
@@ -87,9 +90,9 @@ class ChatTemplate:
         values = {"tools": None, "documents": None, **self.special_tokens, **variables}
         chat = [_with_reasoning(_plain({k: v for k, v in message.items() if v is not None})) for message in messages]
         try:
-            text: str = self._compiled.render(
-                messages=chat, add_generation_prompt=add_generation_prompt, **_plain(values)
-            )
+            template = self._compiled
+            self._environment.open_budget()
+            text: str = template.render(messages=chat, add_generation_prompt=add_generation_prompt, **_plain(values))
         except (
             jinja2.TemplateError,
             TypeError,
@@ -129,11 +132,15 @@ class ChatTemplate:
         return PROBE in text and not any(sign in text for sign in ("'type':", '"type":', "{'text'", '{"text"'))
 
     @cached_property
+    def _environment(self) -> BoundedEnvironment:
+        return _environment()
+
+    @cached_property
     def _compiled(self) -> jinja2.Template:
         import jinja2
 
         try:
-            return _environment().from_string(self.source)
+            return self._environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise Refused(
                 fatal(
@@ -188,11 +195,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _environment() -> jinja2.Environment:
-    """Jinja's sandbox with transformers' filters, functions and the `generation` tag."""
+def _environment() -> BoundedEnvironment:
+    """Jinja's sandbox, bounded, with transformers' filters, functions and the `generation` tag."""
     import jinja2
     import jinja2.ext
-    import jinja2.sandbox
+
+    from firstlight.engine.inputs.template_bounds import MOST_WIDTH, BoundedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks what the assistant wrote; the text is kept, variables set inside stay inside."""
@@ -246,9 +254,11 @@ def _environment() -> jinja2.Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def strftime_now(form: str) -> str:
+        if any(len(digits) >= len(str(MOST_WIDTH)) for digits in re.findall(r"\d+", form)):
+            raise jinja2.exceptions.SecurityError("a date that is too wide")
         return datetime.now().astimezone().replace(tzinfo=None).strftime(form)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
@@ -256,4 +266,5 @@ def _environment() -> jinja2.Environment:
     environment.globals["strftime_now"] = strftime_now
     environment.globals["dict"] = Dict()
     environment.globals["namespace"] = Namespace
+    environment.bound_filters()
     return environment

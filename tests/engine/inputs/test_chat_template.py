@@ -167,3 +167,47 @@ def test_several_templates(copy_of: Callable[[str], Path]) -> None:
 def test_what_a_template_does_with_content(source: str, text: bool, parts: bool) -> None:
     template = ChatTemplate(source, Path("x"), {"bos_token": "<s>"})
     assert (template.takes_text, template.takes_parts) == (text, parts)
+
+
+def doubling(first: str, step: str) -> str:
+    return "{% set n = namespace(x=" + first + ") %}{% for i in range(60) %}" + step + "{% endfor %}{{ n.x }}"
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "power": "{{ 3 ** (10 ** 8) }}",
+    "repeat": "{{ 'a' * 10 ** 11 }}",
+    "repeat a list": "{{ ([1] * 10 ** 11) | length }}",
+    "joined text": doubling("'ab'", "{% set n.x = n.x ~ n.x %}"),
+    "added text": doubling("'ab'", "{% set n.x = n.x + n.x %}"),
+    "replaced text": doubling("'aa'", "{% set n.x = n.x.replace('a', 'aa') %}"),
+    "joined by itself": doubling("'aa'", "{% set n.x = ['', '', ''] | join(n.x) %}"),
+    "captured text": doubling("'ab'", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"),
+    "nested lists": doubling("[1]", "{% set n.x = [n.x, n.x] %}"),
+    "nested dicts": doubling("{}", "{% set n.x = dict(a=n.x, b=n.x) %}"),
+    "padding": "{{ 'a'.ljust(10 ** 11) }}",
+    "padding filter": "{{ 'a' | center(10 ** 11) }}",
+    "width": "{{ '%100000000000d' % 1 }}",
+    "width of format": "{{ '{:>100000000000}'.format(1) }}",
+    "width of an argument": "{{ '{:{}}'.format(1, 100000000000) }}",
+    "width of a date": "{{ strftime_now('%999999999Y') }}",
+    "filler": "{{ lipsum(100000, true, 10000, 100000) }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_computes_no_more_than_it_may(name: str) -> None:
+    with pytest.raises(Refused):
+        ChatTemplate(ENDLESS[name], Path("x"), {}).render(TURN)
+
+
+def test_the_bounds_leave_room_for_long_conversations() -> None:
+    """Hundreds of turns, each of which looks at all of them; and every rendering has the whole budget."""
+    source = (
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m.content | trim }}"
+        "{% if messages | selectattr('role', 'equalto', 'user') | list | length > 9 %};{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source, Path("x"), {})
+    for _ in range(3):
+        assert template.render(TURN * 400).endswith(";")

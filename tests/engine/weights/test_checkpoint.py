@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
-from firstlight.engine.inputs import side_files
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.index import INDEX
 from tests.engine.weights.files import LLAMA, directory, raw, shard, write_index
@@ -498,14 +497,3 @@ def timed(call: Callable[[], object]) -> float:
     started = time.process_time()
     call()
     return time.process_time() - started
-
-
-def test_a_pipe_in_place_of_a_side_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    for name in (side_files.CONFIG, INDEX):
-        home = directory(tmp_path / name, {"a-00001-of-00001.safetensors": {"a": [2]}})
-        (home / name).unlink(missing_ok=True)
-        os.mkfifo(home / name)
-        with pytest.raises(Refused, match="no regular file"):
-            Checkpoint.open(home)
-    with pytest.raises(Refused, match="no regular file"):
-        side_files.read_json(home / INDEX)
