@@ -91,6 +91,13 @@ class Face:
     def line(self, text: str = "") -> None:
         self.text(text + "\n")
 
+    def paragraph(self, text: str, indent: int) -> None:
+        """Lines of words below an indent, within the width of the terminal."""
+        space = " " * indent
+        wide = max(NARROWEST, min(120, shutil.get_terminal_size((100, 24)).columns))
+        for line in textwrap.wrap(printable(text), wide, initial_indent=space, subsequent_indent=space + "  "):
+            self.line(line)
+
     def progress(self, event: ProgressEvent) -> None:
         """Shows progress while standard error is a terminal; elsewhere progress is in the run directory alone."""
         if self.quiet or not sys.stderr.isatty():

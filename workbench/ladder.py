@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from shutil import which
 from string import Formatter
 from typing import Any
 
@@ -79,7 +82,7 @@ def _tell(face: Face, report: Report) -> None:
             value = words.quantity(check.value, check.unit) if check.value is not None else ""
             limit = f", limit {words.quantity(check.limit, check.unit)}" if check.limit is not None else ""
             detail = f" ({check.detail})" if check.detail else ""
-            face.line(f"          failed: {check.name}: {value}{limit}{detail}")
+            face.paragraph(f"failed: {check.name}: {value}{limit}{detail}", indent=10)
     fatal = [finding for finding in report.findings if finding.severity == "fatal"]
     if fatal:
         face.settle()
@@ -140,4 +143,9 @@ def _end(face: Face, bringup: Bringup, report: Report) -> None:
     if bringup.detached and bringup.host is not None:
         face.line(f"the engine goes on at {bringup.host.url}")
     elif report.passed:
-        face.line(f'ask it:  firstlight generate {bringup.checkpoint} --prompt "..."')
+        face.line(f'ask it:  {_program()} generate {bringup.checkpoint} --prompt "..."')
+
+
+def _program() -> str:
+    """How the command line was called, where its own name would not be found: `make` calls it by its path."""
+    return "firstlight" if which("firstlight") or not Path(sys.argv[0]).is_file() else sys.argv[0]

@@ -171,11 +171,12 @@ class Run:
         return None
 
     def write_page(self) -> Path:
-        """Writes `report.html`: the last report of every verb on one page."""
+        """Writes `report.html`: the last report of every verb on one page, the one over all rungs first."""
         from firstlight.workbench.render.html import reports_page
 
         last = {report.verb: report for report in self.reports()}
-        page = reports_page(self.record.model or self.directory.name, last.values())
+        ordered = sorted(last.values(), key=lambda report: report.verb != "up")
+        page = reports_page(self.record.model or self.directory.name, ordered)
         return write_atomically(self.directory / "report.html", page.encode())
 
     def blockers(self, verb: str) -> tuple[RungRecord, ...]:

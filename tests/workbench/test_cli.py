@@ -203,6 +203,19 @@ def test_interrupts_and_faults_have_their_own_status(
     Path(re.search(r"(\S*fault-\S+\.txt)", err)[1]).unlink()  # type: ignore[index]
 
 
+@pytest.mark.parametrize("root", [True, False])
+def test_the_notebooks_open_for_whoever_asks(root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter refuses root unless told; in a container there is nobody else, and often no browser."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    lab = load_command("lab")
+    lab.run(parser_of("lab", lab).parse_args(["--no-browser"]), SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+    words = called[0][1:]
+    assert words[:2] == ["-m", "jupyterlab"]
+    assert words[3:] == ["--no-browser", *(["--allow-root"] if root else [])]
+
+
 def _seconds(words: list[str]) -> float:
     """The least processor time of a few fresh processes: what the machine does besides does not count."""
     times = []

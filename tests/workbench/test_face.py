@@ -55,6 +55,17 @@ def test_refusals_are_wrapped_and_counted(
     assert "  next      fetch it" in err
 
 
+def test_a_paragraph_is_broken_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    Face().paragraph("failed: " + "Four frogs on a yellow background. " * 4, indent=10)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert all(line.startswith(" " * 10) for line in lines)
+    assert " ".join(" ".join(lines).split()) == "failed: " + ("Four frogs on a yellow background. " * 4).strip()
+
+
 def test_a_verdict_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     Face().verdict("passed", "verify", "30/30", "17.4 s", "a long line of figures " * 5)

@@ -125,6 +125,20 @@ def test_terminal_text_keeps_within_the_width(width: int) -> None:
     assert "t.0, t.1, t.2, t.3 and 5 more" in " ".join(text.split())
 
 
+def test_limits_go_below_where_there_is_no_room_beside_the_values() -> None:
+    draft = Draft("verify", "m")
+    draft.check("answers are neither empty, loops nor gibberish", True, value=0, limit=0, unit="problems")
+    draft.check("hidden.1", True, value=5.816e-07, limit=1e-4, unit="of scale", detail="max-abs 4.77e-07")
+    first = "passed answers are neither empty, loops nor gibberish 0 problems"
+    second, third = "passed hidden.1 5.816e-07 of scale", "max-abs 4.77e-07"
+    for width, shown in (
+        (120, [f"{first} limit 0", f"{second} limit 0.0001 {third}"]),
+        (80, [first, "limit 0", second, f"limit 0.0001; {third}"]),
+    ):
+        lines = report_text(draft.close(), width).splitlines()
+        assert [" ".join(line.split()) for line in lines[lines.index("checks") + 1 : -2]] == shown
+
+
 def test_wide_tables_go_on_below_with_their_first_column() -> None:
     text = report_text(full_report(), 80)
     heads = [line.split() for line in text.splitlines() if line.strip().startswith("rank")]

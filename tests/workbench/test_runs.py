@@ -77,3 +77,11 @@ def test_closing_twice_is_fine(tmp_path: Path) -> None:
     run.close()
     run.close()
     assert (tmp_path / "r" / "events.sqlite").exists()
+
+
+def test_the_page_begins_with_the_report_over_all_rungs(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "r", "m", "/x")
+    for verb in ("scan", "plan", "up"):
+        run.add(report(verb))
+    page = run.write_page().read_text()
+    assert sorted(("up", "scan", "plan"), key=lambda verb: page.index(f"<h4>{verb} ")) == ["up", "scan", "plan"]

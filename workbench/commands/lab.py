@@ -16,6 +16,7 @@ from firstlight.workbench.session import Session
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="P", help="port of the notebook server")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
@@ -34,5 +35,9 @@ def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
     command = [sys.executable, "-m", "jupyterlab", str(folder)]
     if arguments.port is not None:
         command += ["--port", str(arguments.port)]
+    if arguments.no_browser:
+        command.append("--no-browser")
+    if os.geteuid() == 0:  # in a container, say: Jupyter would not start without being told so
+        command.append("--allow-root")
     session.close()
     os.execv(sys.executable, command)

@@ -25,6 +25,7 @@ STYLES = {
 MOST_ROWS = 24
 NARROW_TEXT = 24
 LONG_VALUE = 24
+STATUS_WIDTH = 9
 GAP = 2
 LEFT_TO_THE_FILE = ("hashes",)  # tables that nobody reads in a terminal
 INDENT = (0, 0, 0, 2)
@@ -98,7 +99,10 @@ def _grid(*columns: dict[str, Any]) -> Any:
 
 
 def _checks(checks: Sequence[Check], width: int) -> RenderableType:
-    """Status, name, value and limit in columns; then the detail, on the same line if there is room, else below."""
+    """Status, name, value and limit in columns; then the detail, on the same line if there is room, else below.
+
+    Where the width is too small for the limits beside the values, they go below too.
+    """
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -107,15 +111,19 @@ def _checks(checks: Sequence[Check], width: int) -> RenderableType:
     name_width = max(len(name) for name, *_ in rows)
     value_width = max(len(value) for _, value, *_ in rows)
     limit_width = max(len(limit) for *_, limit, _ in rows)
+    room = width - INDENT[3]
+    if STATUS_WIDTH + name_width + value_width + limit_width + 2 * GAP > room:
+        rows = [(name, value, "", "; ".join(filter(None, (limit, detail)))) for name, value, limit, detail in rows]
+        limit_width = 0
     parts: list[RenderableType] = []
     for check, (name, value, limit, detail) in zip(checks, rows, strict=True):
-        line = Text.assemble((f"{check.status:<9}", STYLES[check.status]), f"{name:<{name_width}}  ")
-        line.append(f"{value:>{value_width}}").append(f"  {limit:<{limit_width}}", "dim")
-        if detail and line.cell_len + GAP + len(detail) <= width - INDENT[3]:
+        line = Text.assemble((f"{check.status:<{STATUS_WIDTH}}", STYLES[check.status]), f"{name:<{name_width}}  ")
+        line.append(f"{value:>{value_width}}").append(f"  {limit:<{limit_width}}" if limit_width else "", "dim")
+        if detail and line.cell_len + GAP + len(detail) <= room:
             line.append(f"  {detail}", "dim")
             detail = ""
         line.rstrip()
-        parts += [line, *([Padding(Text(detail, "dim"), (0, 0, 0, 9))] if detail else [])]
+        parts += [line, *([Padding(Text(detail, "dim"), (0, 0, 0, STATUS_WIDTH))] if detail else [])]
     return Group(*parts)
 
 
