@@ -57,6 +57,7 @@ CODES: dict[str, str] = {
     "bad-golden": "a golden file that cannot be used",
     "context-too-long": "a request needs more tokens than the context holds",
     "usage": "the command line or a configuration file is wrong",
+    "odd-answers": "answers are empty, loops or gibberish",
     "wrong-numbers": "a block computes something else than the reference",
     # running
     "rank-lost": "a rank died or stopped answering",
