@@ -17,7 +17,6 @@ from IPython.display import HTML, display
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.workbench.events import ProgressEvent
-from firstlight.workbench.face import pace_words
 from firstlight.workbench.figures import STYLE
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
@@ -57,9 +56,7 @@ class ProgressView:
         bar.value = min(1.0, share)
         if event.total and event.done >= event.total:
             bar.bar_style = "success"
-        _, rate, left = pace_words(pace)
-        amount = _amount(event)
-        text.value = escape("   ".join(part for part in (amount, rate, left, event.detail) if part))
+        text.value = escape(_so_far(pace))
 
     def twin(self) -> str:
         """The view as plain HTML."""
@@ -140,6 +137,14 @@ class AskBox:
     def _update(self) -> None:
         if self._handle is not None:
             self._handle.update(HTML(self.twin()))
+
+
+def _so_far(pace: Pace) -> str:
+    """The amount, the rate and the time to go, as far as they are known."""
+    last, rate, left_s = pace.last, pace.rate, pace.remaining_s
+    speed = words.quantity(rate, f"{last.unit}/s") if rate and last.unit else ""
+    left = "" if left_s is None else "done" if left_s == 0 else f"{words.seconds(left_s)} to go"
+    return "   ".join(part for part in (_amount(last), speed, left, last.detail) if part)
 
 
 def _amount(event: ProgressEvent) -> str:
