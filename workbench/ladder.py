@@ -75,8 +75,11 @@ def _tell(face: Face, report: Report) -> None:
     checks = f"{passed}/{len(report.checks)}" if report.checks else ""
     face.verdict(report.status, report.verb, checks, words.seconds(report.duration_s), _highlights(report))
     if report.verb == "infer":
-        for picture, question, answer in list(answer_lines(report))[:6]:
-            face.line(f"          {picture + ': ' if picture else ''}{question}  {' '.join(answer.split())[:60]}")
+        for number, (picture, question, answer, expected) in enumerate(answer_lines(report)):
+            if number < 6 or expected:  # some, and all that are not as expected
+                wanted = f"  (expected: {expected})" if expected else ""
+                said = f"{picture + ': ' if picture else ''}{question}  {' '.join(answer.split())[:60]}"
+                face.line(f"          {said}{wanted}")
     for check in report.checks:
         if check.status == "failed":
             value = words.quantity(check.value, check.unit) if check.value is not None else ""

@@ -5,7 +5,7 @@ import pytest
 from firstlight.engine.findings import fatal
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.face import Face, LiveView, pace_words, say_refused
-from firstlight.workbench.ladder import HIGHLIGHTS, _highlights
+from firstlight.workbench.ladder import HIGHLIGHTS, _highlights, _tell
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.report import Draft
 
@@ -74,6 +74,18 @@ def test_a_verdict_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert out.startswith("passed   verify       17.4 s     30/30  a long line")
     Face(quiet=True).verdict("passed", "verify", "", "", "")
     assert capsys.readouterr().out == ""
+
+
+def test_an_answer_that_was_not_expected_is_shown_with_what_was(capsys: pytest.CaptureFixture[str]) -> None:
+    draft = Draft("infer", "m")
+    rows = [("cat.png", "A cat.", "a cat"), *[("", "Moo.", None)] * 6, ("lion.jpg", "No.", "Yes."), ("", "Oh.", None)]
+    draft.table("answers", [{"picture": p or None, "question": "So?", "answer": a, "expected": e} for p, a, e in rows])
+    _tell(Face(), draft.close())
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "cat.png: So?  A cat.",
+        *["So?  Moo."] * 5,
+        "lion.jpg: So?  No.  (expected: Yes.)",
+    ]
 
 
 def test_figures_of_a_line_are_found_under_any_prefix() -> None:

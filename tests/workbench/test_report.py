@@ -139,6 +139,17 @@ def test_limits_go_below_where_there_is_no_room_beside_the_values() -> None:
         assert [" ".join(line.split()) for line in lines[lines.index("checks") + 1 : -2]] == shown
 
 
+def test_a_hash_leaves_room_for_the_names() -> None:
+    draft = Draft("export", "m")
+    draft.metric("archive_sha256", "0123456789abcdef" * 4, "")
+    draft.metric("archive_bytes", 25_903, "B", "14 files")
+    draft.check("it", True)
+    lines = report_text(draft.close(), 80).splitlines()
+    assert [" ".join(line.split()) for line in lines if "archive" in line][1:] == ["archive 25.30 KiB 14 files"]
+    assert "…" not in "".join(lines)
+    assert "0123456789abcdef" * 4 in "".join("".join(lines[lines.index("figures") :]).split())
+
+
 def test_wide_tables_go_on_below_with_their_first_column() -> None:
     text = report_text(full_report(), 80)
     heads = [line.split() for line in text.splitlines() if line.strip().startswith("rank")]

@@ -142,10 +142,18 @@ def _check_words(check: Check) -> tuple[str, str, str, str]:
 def _metrics(metrics: dict[str, Metric]) -> RenderableType:
     from rich.text import Text
 
-    grid = _grid({}, {"no_wrap": True}, {})
-    for name, metric in metrics.items():
-        value = words.quantity(metric.value, metric.unit) if metric.value is not None else "not available"
-        grid.add_row(Text(words.heading(name)), Text(value), Text(printable(metric.detail), "dim"))
+    rows = [
+        (
+            words.heading(name),
+            words.quantity(metric.value, metric.unit) if metric.value is not None else "not available",
+        )
+        for name, metric in metrics.items()
+    ]
+    long = max(len(value) for _, value in rows) > LONG_VALUE  # a path, a hash: broken, or it would squeeze the names
+    names = {"min_width": min(NARROW_TEXT, max(len(name) for name, _ in rows))} if long else {}
+    grid = _grid(names, {"overflow": "fold"} if long else {"no_wrap": True}, {})
+    for (name, value), metric in zip(rows, metrics.values(), strict=True):
+        grid.add_row(Text(name), Text(value), Text(printable(metric.detail), "dim"))
     return grid
 
 
