@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-# What `make up` brings up: menagerie, smollm2, or the path or URL of a checkpoint.
+# What `make up` brings up: menagerie, smollm2, or the directory of a checkpoint.
 MODEL ?= menagerie
 TP ?= 2
 ARGS ?=
@@ -35,7 +35,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 .PHONY: up
-up: install ## the whole ladder on a sample: make up [MODEL=menagerie|smollm2|PATH|URL] [TP=2] [ARGS=...]
+up: install ## the whole ladder on a sample: make up [MODEL=menagerie|smollm2|PATH] [TP=2] [ARGS=...]
 ifeq ($(MODEL),menagerie)
 	$(BIN)/firstlight up data/samples/menagerie --tp $(TP) $(ARGS)
 else ifeq ($(MODEL),smollm2)

@@ -371,6 +371,6 @@ def _figures(draft: Draft, rows: list[dict[str, Any]]) -> None:
 def answer_lines(report: Report) -> Iterator[tuple[str, str, str, str]]:
     """Picture, question and answer of each question of an `infer` report, and what was expected where it differs."""
     for row in report.tables.get("answers", []):
-        expected = row.get("expected")
-        differs = expected is not None and _plain(row["answer"]) != _plain(expected)
+        expected: str = row.get("expected") or ""
+        differs = expected and _plain(row["answer"]) != _plain(expected)
         yield row.get("picture") or "", row["question"], row["answer"], expected if differs else ""

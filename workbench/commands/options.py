@@ -33,7 +33,7 @@ BACKEND_DEVICES = {"auto": "auto", "gloo": "cpu", "nccl": "cuda"}
 
 
 def checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CKPT", help="directory of a checkpoint, or its URL")
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of a checkpoint")
 
 
 def mesh(parser: argparse.ArgumentParser) -> None:
