@@ -41,14 +41,14 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     before = len(draft.checks)
     golden, verdict = case.golden, Verdict()
     steps = case.steps if case.decodes else 0
-    say("free running", 0, 1, "passes")
+    say("free running", 0, 1, "runs")
     mask = golden.mask.astype(np.int64)
     free, trouble = _free(engine, case, mask, steps)
     verdict.traced = free
     forced: Arrays = {}
     given = {f"hidden.{i}": value for i, value in golden.hidden.items()}
     if given:
-        say("teacher-forced", 0, 1, "passes")
+        say("teacher-forced", 0, 1, "runs")
         forced = engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, inputs=given)
     _hidden(draft, case, free, forced, verdict)
     _layer_table(draft, case, verdict)
