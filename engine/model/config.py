@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,12 @@ class Config:
         if value > limit:
             self.refuse(keys[0], value, f"at most {limit:,}")
         return int(value)
+
+    def positive(self, key: str, value: Any) -> float:
+        """`value`, which `key` holds, as a finite number above zero."""
+        if isinstance(value, bool | str) or not 0 < float(value) < math.inf:
+            self.refuse(key, value, "a finite number above zero")
+        return float(value)
 
     def sub(self, key: str) -> Config:
         """The nested configuration under `key`; empty when absent."""

@@ -67,7 +67,10 @@ def rope(config: Config, dim: int, theta: float = 10000.0, interleaved: bool = F
             next="check the release's config.json; verify at long positions",
         )
         value = theta
+    value = config.positive("rope_theta", value)
     max_positions = int(config.get("max_position_embeddings", 0))
+    if max_positions < 0:
+        config.refuse("max_position_embeddings", max_positions, "a positive whole number")
     return Rope(
         theta=value,
         dim=int(dim * partial),
@@ -110,6 +113,7 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
     original = read.setdefault("original_max_positions", max_positions)
     if kind in ("yarn", "longrope") and original:
         read.setdefault("factor", max_positions / original)
+    config.positive("rope_scaling.factor", read.get("factor", 1.0))
     return RopeScaling(kind=kind, **read)
 
 
@@ -141,7 +145,7 @@ def mlp(config: Config, key: str = "intermediate_size", **fields: Any) -> MLP:
 
 
 def rms(config: Config, default: float = 1e-6) -> Norm:
-    return Norm(eps=float(config.get("rms_norm_eps", default)))
+    return Norm(eps=config.positive("rms_norm_eps", config.get("rms_norm_eps", default)))
 
 
 def layer_windows(config: Config, window: int | None) -> list[int | None]:

@@ -137,6 +137,24 @@ def test_a_base_that_nobody_states_is_not_silent() -> None:
     assert codes(silent.findings) == ["config-invalid"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"rope_theta": -5}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
+        ({"rms_norm_eps": "nan"}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings"),
+    ],
+)
+def test_values_that_no_formula_takes_are_refused(fields: dict[str, Any], key: str) -> None:
+    raw = {k: v for k, v in TINY["llama"].config.items() if k not in ("rope_parameters", "rope_scaling")}
+    with pytest.raises(Refused, match=key) as refused:
+        FAMILIES.describe({**raw, "rope_theta": 10000.0, **fields})
+    assert codes(refused.value.findings) == ["config-invalid"]
+
+
 def test_a_stretching_that_is_not_known_is_refused() -> None:
     with pytest.raises(Refused, match="unsupported-block"):
         described(rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0})
