@@ -17,6 +17,7 @@ from firstlight.workbench.render import words
 from firstlight.workbench.report import Draft, Report
 
 Rung = Callable[[], Report]
+MOST_ANSWER = 60  # characters of an answer in the terminal; the report has it whole
 
 # What a rung's line says of its figures.
 HIGHLIGHTS: dict[str, str] = {
@@ -78,8 +79,9 @@ def _tell(face: Face, report: Report) -> None:
         for number, (picture, question, answer, expected) in enumerate(answer_lines(report)):
             if number < 6 or expected:  # some, and all that are not as expected
                 wanted = f"  (expected: {expected})" if expected else ""
-                said = f"{picture + ': ' if picture else ''}{question}  {' '.join(answer.split())[:60]}"
-                face.line(f"          {said}{wanted}")
+                answer = " ".join(answer.split())
+                said = answer if len(answer) <= MOST_ANSWER else answer[: MOST_ANSWER - 1] + "…"
+                face.line(f"          {picture + ': ' if picture else ''}{question}  {said}{wanted}")
     for check in report.checks:
         if check.status == "failed":
             value = words.quantity(check.value, check.unit) if check.value is not None else ""

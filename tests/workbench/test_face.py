@@ -79,11 +79,13 @@ def test_a_verdict_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_an_answer_that_was_not_expected_is_shown_with_what_was(capsys: pytest.CaptureFixture[str]) -> None:
     draft = Draft("infer", "m")
     rows = [("cat.png", "A cat.", "a cat"), *[("", "Moo.", None)] * 6, ("lion.jpg", "No.", "Yes."), ("", "Oh.", None)]
+    rows[1] = ("", "Moo. " * 20, None)
     draft.table("answers", [{"picture": p or None, "question": "So?", "answer": a, "expected": e} for p, a, e in rows])
     _tell(Face(), draft.close())
     assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == [
         "cat.png: So?  A cat.",
-        *["So?  Moo."] * 5,
+        f"So?  {('Moo. ' * 20)[:59]}…",
+        *["So?  Moo."] * 4,
         "lion.jpg: So?  No.  (expected: Yes.)",
     ]
 
