@@ -14,7 +14,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.engine.parallel.estimate import StepTime, step_time, traffic
+from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time, traffic
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
@@ -166,7 +166,17 @@ def _tables(draft: Draft, spec: ModelSpec, found: Plan) -> None:
     draft.table(
         "step_time_ms",
         (
-            _time_row(step_time(spec, found.mesh, found.cluster, phase, tokens, active, worst.total))
+            _time_row(
+                step_time(
+                    spec,
+                    found.mesh,
+                    found.cluster,
+                    phase,
+                    tokens,
+                    active,
+                    bytes_read(spec, worst.weights, worst.cache + worst.state, tokens),
+                )
+            )
             for phase, tokens, active in (
                 ("prefill", min(PREFILL_TOKENS, found.context), found.totals.active_parameters),
                 ("decode", found.concurrency, found.totals.active_parameters),

@@ -6,6 +6,8 @@ in prefill, prefix caching. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from firstlight.engine.model.spec import ModelSpec, MoE
@@ -63,10 +65,22 @@ def _row(axis: str, operation: str, message_bytes: float, calls: int) -> Traffic
     return Traffic(axis=axis, operation=operation, bytes_per_token=round(message_bytes * calls), calls_per_step=calls)
 
 
+def bytes_read(spec: ModelSpec, weights: Mapping[str, int], cache_bytes: int, tokens: int) -> int:
+    """What a rank reads from memory for a step of `tokens`: its weights by role and the cache.
+
+    Of the experts those that at least one token chose, if tokens choose independently; one row of the embedding and no
+    vision tower.
+    """
+    moes = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoE)]
+    chosen = 1 - (1 - moes[0].router.top_k / moes[0].num_experts) ** tokens if moes else 1.0
+    shares = {"expert": chosen, "vision": 0.0, "projector": 0.0, "embedding": 1.0 if spec.tied_head else 0.0}
+    return round(sum(nbytes * shares.get(role, 1.0) for role, nbytes in weights.items())) + cache_bytes
+
+
 def step_time(
-    spec: ModelSpec, mesh: Mesh, cluster: Cluster, phase: str, tokens: int, active_parameters: int, rank_bytes: int
+    spec: ModelSpec, mesh: Mesh, cluster: Cluster, phase: str, tokens: int, active_parameters: int, read_bytes: int
 ) -> StepTime:
-    """The larger of reading a rank's weights and cache once and computing 2 FLOPs a parameter and token, plus traffic.
+    """The larger of reading `read_bytes` on a rank and computing 2 FLOPs a parameter and token, plus traffic.
 
     Stages of a pipeline work one after another on one step, so their times add up.
     """
@@ -85,7 +99,7 @@ def step_time(
     return StepTime(
         phase=phase,
         tokens=tokens,
-        memory_ms=_ms(rank_bytes * mesh.pp / (bandwidth * MEMORY_FACTOR)) if bandwidth else None,
+        memory_ms=_ms(read_bytes * mesh.pp / (bandwidth * MEMORY_FACTOR)) if bandwidth else None,
         compute_ms=_ms(2 * active_parameters * tokens / (flops * ranks / mesh.pp)) if flops else None,
         communication_ms=_ms(communication) if communication is not None else None,
     )
