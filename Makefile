@@ -29,6 +29,7 @@ install: $(INSTALLED) ## make .venv and install the project with everything it n
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3"; exit 2; }
+	@echo "installing into $(VENV): a few minutes the first time"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'

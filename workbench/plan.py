@@ -18,6 +18,7 @@ from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time,
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
+from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files
@@ -51,9 +52,12 @@ def plan(
     draft.find(spec.findings)
     if (home := Path(source).expanduser()).is_dir():
         draft.find(absent_side_files(home, spec.vision is not None))
+    stored = stored_format(config, spec.dtype)
+    if not isinstance(stored, Plain):
+        draft.find(_sizes_only(type(stored).__name__))
     found = make_plan(
         spec,
-        stored_format(config, spec.dtype),
+        stored,
         cluster,
         mesh,
         context=context or min(DEFAULT_CONTEXT, spec.max_positions),
@@ -113,6 +117,17 @@ def _decode(path: Path, file: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise Refused(fatal("side-file-invalid", f"{path} is not a JSON object", file=str(path)))
     return dict(config)
+
+
+def _sizes_only(name: str) -> Finding:
+    """A plan for weights that this engine counts and does not load yet."""
+    return warning(
+        "unsupported-format",
+        f"weights stored as {name} are counted here, but are not loaded yet",
+        expected="float32, bfloat16 or float16",
+        found=name,
+        next="plan with these figures; to bring it up, use an unquantized copy of the release",
+    )
 
 
 def _verdict(draft: Draft, found: Plan) -> None:
