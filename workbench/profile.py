@@ -71,7 +71,9 @@ def _limit(draft: Draft, engine: EngineLike, ranks: Sequence[RankProfile], world
     draft.metric("memory_bandwidth", measured, "B/s", "measured here, all threads")
     draft.metric("weight_bytes", read_bytes, "B", f"read for a step, {world_size} ranks together")
     draft.metric("decode_limit_ms", least_ms, "ms", "weight bytes over bandwidth")
-    draft.metric("decode_of_limit", 100 * least_ms / step_ms, "%", "100 % is as fast as memory allows at batch 1; more: caches held a part, or memory was busy when measured")
+    share = 100 * least_ms / step_ms
+    above = "; more: caches held a part, or memory was busy when it was measured" if share > 100 else ""
+    draft.metric("decode_of_limit", share, "%", f"100 % is as fast as memory allows at batch 1{above}")
 
 
 NOT_READ = ("vision", "projector", "cache", "embedding")  # by a decode step; one row of the embedding is
