@@ -192,11 +192,15 @@ class Layouts:
         """The layout for the objective that fits the cluster, or None.
 
         latency: one replica over as many devices as divide well. devices: the fewest. throughput: as many replicas as
-        fit.
+        fit, but rather fewer of them than devices that stand idle.
         """
         count = self.cluster.count
         sizes = [devices for devices in self._shapes if devices <= count]
-        for devices in sizes if objective != "latency" else reversed(sizes):
+        if objective == "latency":
+            sizes.reverse()
+        elif objective == "throughput":
+            sizes.sort(key=lambda devices: (count % devices, devices))
+        for devices in sizes:
             dp = count // devices if objective == "throughput" else 1
             if (shape := self._first(devices, -(-concurrency // dp))) is not None:
                 return mesh_of(shape, dp)

@@ -434,6 +434,15 @@ def test_objectives() -> None:
     assert many.mesh.world_size > 2
 
 
+def test_throughput_leaves_no_device_idle() -> None:
+    """Three devices of eight hold a replica: two replicas of four beat two of three with two devices idle."""
+    spec, plain = tiny("llama"), Plain("BF16")
+    memory = int(rank_pieces(spec, Mesh(), 0, "BF16").nbytes * 0.45)
+    plan = make_plan(spec, plain, cluster(8, memory), objective="throughput", headroom=0.0, context=16)
+    assert plan.fits
+    assert plan.mesh.world_size == 8
+
+
 def test_wide_tp_stays_in_a_node() -> None:
     spec = FAMILIES.describe({**LLAMA, "num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 64})[0]
     on = Cluster(nodes=2, per_node=4, device=Device(name="X", memory_bytes=1 << 30))
