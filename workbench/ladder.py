@@ -144,6 +144,9 @@ def _predictions(done: dict[str, Report]) -> Iterator[dict[str, Any]]:
 
 def _end(face: Face, bringup: Bringup, report: Report) -> None:
     face.line()
+    left = [check.name for check in report.checks if check.status == "skipped"]
+    if left:
+        face.line(f"not run: {', '.join(left)}; --force goes on, and the record shows it")
     face.line(f"{report.status}: {bringup.run.directory / 'report.html'}")
     if bringup.detached and bringup.host is not None:
         face.line(f"the engine goes on at {bringup.host.url}")
