@@ -371,7 +371,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=HERE / "pictures")
     parser.add_argument("--work", type=Path, default=Path("build/menagerie"), help="keeps what each stage ends with")
     parser.add_argument("--steps", type=int, nargs=4, default=STEPS, help="of the tower, then of CHAT_STAGES")
-    parser.add_argument("--scenes", type=int, default=500, help="held-out scenes to measure on")
+    parser.add_argument("--scenes", type=int, default=400, help="held-out scenes to measure on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluate", action="store_true", help="measure only")
     arguments = parser.parse_args()
