@@ -137,7 +137,7 @@ def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | No
                 go.Scatter(
                     name=name,
                     x=list(x),
-                    y=list(values),
+                    y=[value or None for value in values],  # a logarithmic axis has no place for zero
                     mode="lines+markers",
                     line={"color": colour(name, index), "dash": "dot" if name == "noise floor" else "solid"},
                 )
