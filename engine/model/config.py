@@ -101,7 +101,7 @@ class Config:
 
     def positive(self, key: str, value: Any) -> float:
         """`value`, which `key` holds, as a finite number above zero."""
-        if isinstance(value, bool | str) or not 0 < float(value) < math.inf:
+        if isinstance(value, bool) or not 0 < float(value) < math.inf:
             self.refuse(key, value, "a finite number above zero")
         return float(value)
 

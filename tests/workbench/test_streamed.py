@@ -1,11 +1,13 @@
-"""The reference layer by layer gives, bit for bit, what the whole reference gives."""
+"""The reference layer by layer gives what the whole reference gives, to the last bits of float32."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.serving.options import EngineOptions
@@ -18,6 +20,11 @@ from firstlight.workbench.verify import verify
 from tests.checkpoints import edit_config
 
 Get = Callable[[str], Path]
+LAST_BITS = 2e-6  # of scale: the experts' sums may come in another order, by threads and by where memory lies
+
+
+def same(found: NDArray[Any], expected: NDArray[Any], name: str = "") -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LAST_BITS * np.abs(expected).max(), err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,7 @@ def test_layer_by_layer_is_the_whole(name: str, checkpoint: Get, golden_file: Ge
     assert set(found) == set(golden.outputs) - {"generated"}
     for key, value in found.items():
         real = golden.mask if value.shape[:2] == golden.mask.shape else ...
-        np.testing.assert_array_equal(value[real], golden.outputs[key][real], err_msg=key)
+        same(value[real], golden.outputs[key][real], key)
 
 
 def test_teacher_forcing_and_mixers_are_those_of_the_whole(checkpoint: Get, golden_file: Get) -> None:
@@ -40,12 +47,12 @@ def test_teacher_forcing_and_mixers_are_those_of_the_whole(checkpoint: Get, gold
     expected, found = whole.forced(golden.inputs(), given), streamed.forced(golden.inputs(), given)
     for index in range(1, 4):
         ours, theirs = found[f"hidden.{index}"], expected[f"hidden.{index}"]
-        np.testing.assert_array_equal(ours[golden.mask], theirs[golden.mask])
+        same(ours[golden.mask], theirs[golden.mask])
     theirs = whole.mixer(1, golden.inputs(), given["hidden.1"])
     ours = streamed.mixer(1, golden.inputs(), given["hidden.1"])
     assert ours is not None
     assert theirs is not None
-    np.testing.assert_array_equal(ours[golden.mask], theirs[golden.mask])
+    same(ours[golden.mask], theirs[golden.mask])
 
 
 def test_a_layer_with_a_gap_is_refused(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
