@@ -31,12 +31,8 @@ def start_here(options: EngineOptions, progress: Progress) -> EngineLike:
     """An engine in this process, on one rank; its stages are told as progress."""
     import numpy  # noqa: F401 - before torch, which imports it where an interrupt is lost
 
-    from firstlight.engine.parallel.comm import Comms
-    from firstlight.engine.serving.boot import bring_up
-    from firstlight.engine.serving.control import Control
     from firstlight.engine.serving.health import Pulse
     from firstlight.engine.serving.runtime import Engine
-    from firstlight.engine.serving.worker import Worker
 
     class Telling(Pulse):
         """A pulse that is told on."""
@@ -49,7 +45,5 @@ def start_here(options: EngineOptions, progress: Progress) -> EngineLike:
             super().progress(done, total)
             progress(self.stage, done, total, "B")
 
-    pulse, comms = Telling(), Comms.alone()
-    engine = Engine(Worker(bring_up(options, comms, pulse), pulse), Control(comms.control), pulse)
-    engine.get_ready(options.warm_up)
-    return engine
+    fields = {name: getattr(options, name) for name in options.__struct_fields__}
+    return Engine.start(**fields, pulse=Telling())

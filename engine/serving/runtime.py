@@ -60,8 +60,11 @@ class Engine:
         self._has_to_leave = False
 
     @classmethod
-    def start(cls, checkpoint: str, mesh: Mesh | None = None, **options: Any) -> Engine:
-        """An engine in this process, on one rank; `options` are those of `EngineOptions`. Raises `Refused`."""
+    def start(cls, checkpoint: str, mesh: Mesh | None = None, *, pulse: Pulse | None = None, **options: Any) -> Engine:
+        """An engine in this process, on one rank; `options` are those of `EngineOptions`. Raises `Refused`.
+
+        `pulse` is told the stages of the start as they come.
+        """
         settings = EngineOptions(checkpoint=str(checkpoint), mesh=mesh or Mesh(), **options)
         if settings.mesh.world_size != 1:
             raise Refused(
@@ -73,7 +76,7 @@ class Engine:
                     next="start a host for several ranks (Host.start)",
                 )
             )
-        pulse = Pulse()
+        pulse = pulse or Pulse()
         comms = Comms.alone()
         engine = cls(Worker(bring_up(settings, comms, pulse), pulse), Control(comms.control), pulse)
         engine.get_ready(settings.warm_up)
