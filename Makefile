@@ -50,6 +50,7 @@ test: lint types pytest ## format check, lint, types of the installed package, a
 
 .PHONY: pytest
 pytest: install ## the tests alone: make pytest [ARGS="tests/repo -k layout"]
+	@$(BIN)/python data/samples/fetch_smollm2.py >/dev/null # tests of the text model would be skipped without it
 	$(BIN)/python -m pytest $(ARGS)
 
 .PHONY: lint

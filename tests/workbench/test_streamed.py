@@ -20,7 +20,7 @@ from firstlight.workbench.verify import verify
 from tests.checkpoints import edit_config
 
 Get = Callable[[str], Path]
-LAST_BITS = 2e-6  # of scale: the experts' sums may come in another order, by threads and by where memory lies
+LAST_BITS = 2e-6  # of scale: models with experts were seen to differ from run to run by up to 1.5e-7 of scale
 
 
 def same(found: NDArray[Any], expected: NDArray[Any], name: str = "") -> None:
