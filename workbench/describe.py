@@ -6,46 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from firstlight.engine.model.spec import MLA, MLP, Attention, LayerSpec, Mixer, ModelSpec, MoE, Norm, Rope
-from firstlight.workbench.render.words import number
-
-
-def mixer_words(mixer: Mixer) -> str:
-    """`GQA, 9 query and 3 key/value heads of 64, rope 10,000` and the like."""
-    if isinstance(mixer, MLA):
-        kind = f"MLA, {mixer.num_heads} heads, latent {mixer.kv_lora_rank}+{mixer.rope_dim}"
-    elif mixer.num_heads == mixer.num_kv_heads:
-        kind = f"MHA, {mixer.num_heads} heads of {mixer.head_dim}"
-    else:
-        kind = f"GQA, {mixer.num_heads} query and {mixer.num_kv_heads} key/value heads of {mixer.head_dim}"
-    parts = [kind]
-    if isinstance(mixer, Attention):
-        parts += [f"window {mixer.window:,}"] if mixer.window else []
-        parts += [f"softcap {number(mixer.softcap)}"] if mixer.softcap else []
-        parts += ["QK-norm"] if mixer.qk_norm else []
-        parts += ["QKV bias"] if mixer.qkv_bias else []
-        parts += ["sinks"] if mixer.sinks else []
-        parts += [] if mixer.causal else ["not causal"]
-    if mixer.rope is not None:
-        parts.append(rope_words(mixer.rope))
-    return ", ".join(parts)
-
-
-def rope_words(rope: Rope) -> str:
-    """`rope 500,000 (llama3 x 8)`."""
-    scaling = f" ({rope.scaling.kind} x {number(rope.scaling.factor)})" if rope.scaling else ""
-    return f"rope {number(rope.theta)}{scaling}" + (" interleaved" if rope.interleaved else "")
-
-
-def ffn_words(ffn: MLP | MoE) -> str:
-    """`MLP 1,536 silu gated` or `MoE, 8 of 256 experts of 2,048, sigmoid, 1 shared`."""
-    if isinstance(ffn, MLP):
-        return f"MLP {ffn.intermediate:,} {ffn.activation}" + (" gated" if ffn.gated else "")
-    router = ffn.router
-    groups = f", {router.topk_groups} of {router.num_groups} groups" if router.num_groups > 1 else ""
-    shared = f", shared {ffn.shared.intermediate:,}" if ffn.shared else ""
-    experts = f"{router.top_k} of {ffn.num_experts} experts of {ffn.intermediate:,}"
-    return f"MoE, {experts}, {router.scoring}{groups}{shared}"
+from firstlight.engine.model.spec import LayerSpec, ModelSpec, Norm
 
 
 def layer_rows(spec: ModelSpec) -> Iterator[dict[str, Any]]:
@@ -60,7 +21,10 @@ def layer_rows(spec: ModelSpec) -> Iterator[dict[str, Any]]:
 
 
 def _blocks(layer: LayerSpec) -> dict[str, str]:
-    return {"mixer": mixer_words(layer.mixer), "feed_forward": ffn_words(layer.ffn)}
+    return {
+        "mixer": layer.mixer.words() if layer.mixer is not None else "none",
+        "feed_forward": layer.ffn.words() if layer.ffn is not None else "none",
+    }
 
 
 def span(start: int, count: int) -> str:
@@ -68,29 +32,21 @@ def span(start: int, count: int) -> str:
 
 
 def operator_rows(spec: ModelSpec) -> Iterator[dict[str, str]]:
-    """The operators a forward needs, and what for."""
-    mixers = list(dict.fromkeys(layer.mixer for layer in spec.layers))
-    ffns = list(dict.fromkeys(layer.ffn for layer in spec.layers))
-    mlps = [f for f in ffns if isinstance(f, MLP)] + [f.shared for f in ffns if isinstance(f, MoE) and f.shared]
-    moes = [f for f in ffns if isinstance(f, MoE)]
+    """The operators a forward needs, and which blocks call them."""
     yield _row("linear", "projections, output head")
     norms = {norm.kind for norm in _norms(spec)}
     if "rms" in norms:
         yield _row("rms_norm", "layers and output")
     if "layer" in norms:
         yield _row("layer_norm", "vision tower" if spec.vision is not None else "layers and output")
-    ropes = [mixer.rope for mixer in mixers if mixer.rope is not None]
-    if ropes:
-        yield _row("rotary", "; ".join(dict.fromkeys(rope_words(rope) for rope in ropes)))
-    yield _row("attention", "; ".join(dict.fromkeys(mixer_words(mixer) for mixer in mixers)))
-    yield _row("write_cache", "keys and values of every token")
-    if mlps or moes:
-        activations = dict.fromkeys([mlp.activation for mlp in mlps if mlp.gated] + [moe.activation for moe in moes])
-        if activations:
-            yield _row("gated_activation", ", ".join(activations))
-    for moe in moes:
-        yield _row("router_topk", ffn_words(moe))
-        yield _row("moe", f"{moe.num_experts} experts")
+    callers: dict[str, dict[str, None]] = {}
+    for layer in dict.fromkeys(spec.layers):
+        for block in (layer.mixer, layer.ffn):
+            for operator in block.operators() if block is not None else ():
+                assert block is not None
+                callers.setdefault(operator, {})[block.words()] = None
+    for operator, blocks in callers.items():
+        yield _row(operator, "; ".join(blocks))
     yield _row("sample", f"{spec.vocab_size:,} tokens")
 
 

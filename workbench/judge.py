@@ -187,7 +187,7 @@ def _generated(draft: Draft, case: Case, engine: EngineLike, ours: NDArray[Any])
 
 def _is_stretched(spec: ModelSpec) -> bool:
     """Whether rotary frequencies depend on the length of the context."""
-    ropes = [layer.mixer.rope for layer in spec.layers]
+    ropes = [layer.rope for layer in spec.layers]
     return any(rope and rope.scaling and rope.scaling.kind in ("dynamic", "longrope") for rope in ropes)
 
 

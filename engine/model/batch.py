@@ -33,7 +33,9 @@ class Embedding:
 class ForwardBatch:
     """One step over B sequences: prefill chunks and decodes side by side, tokens flattened to T.
 
-    `cache[i]` holds the tensors that layer i keeps, in the order of its `CacheSpec`, each [pages, heads, page, dim].
+    `cache[i]` holds the tensors that layer i keeps, in the order of its `CacheSpec`: paged ones [pages, heads, page,
+    dim] each, then states [slots, ...], of which sequence b has row `slots[b]`. A state counts for nothing while its
+    sequence has no token in the cache (`attention.kv_lens[b] == attention.query_lens[b]`): blocks begin at zero then.
     `attention` knows lengths, pages and where each token's entry goes. `logit_rows` picks the rows whose logits are
     wanted (None: all). `rope_lens` are the lengths by which stretched rotary positions choose their frequencies (None:
     each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow). `rotary`
@@ -46,6 +48,7 @@ class ForwardBatch:
     cache: tuple[tuple[Tensor, ...], ...]
     comms: Comms
     ops: Choice
+    slots: tuple[int, ...]
     logit_rows: Tensor | None = None
     embeddings: tuple[Embedding, ...] = ()
     tap: Tap | None = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.batch import ForwardBatch, Tap
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.embedding import Head, TokenEmbedding
 from firstlight.engine.model.layers.layer import Layer
 from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.residual import ENDS
 from firstlight.engine.model.layers.vision import VisionTower
 from firstlight.engine.model.spec import CacheSpec, ModelSpec
-from firstlight.engine.weights.loader import Weights
+from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
 from firstlight.kernels.registry import Choice
 
 
@@ -26,19 +28,22 @@ class Model:
         start, stop = weights.pieces.layers
         self.spec = spec
         self.layer_range = (start, stop)
-        self.dtype = weights.storages[f"layers.{start}.mixer.o.weight"].dtype
-        self.device = weights.storages[f"layers.{start}.mixer.o.weight"].device
+        self.dtype = TORCH_DTYPES[weights.pieces.dtype]
+        self.device = next(iter(weights.storages.values())).device
         self.is_first, self.is_last = start == 0, stop == spec.num_layers
         self._embed = TokenEmbedding(spec, access) if self.is_first else None
         self._vision = VisionTower(spec.vision, access) if spec.vision and self.is_first else None
-        self._layers = [Layer(spec.layers[i], access.into(f"layers.{i}"), f"layers.{i}") for i in range(start, stop)]
+        self._layers = [Layer(spec.layers[i], access.into(f"layers.{i}"), i) for i in range(start, stop)]
+        self._ends = (
+            ENDS[type(spec.residual)](spec.residual, access.into("residual"), self.is_last) if spec.residual else None
+        )
         self._norm = Norm(spec.final_norm, access.into("norm")) if self.is_last else None
         self._head = Head(spec, access) if self.is_last else None
 
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer of this stage keeps."""
-        return tuple(self.spec.layers[i].mixer.cache() for i in range(*self.layer_range))
+        return tuple(self.spec.layers[i].cache() for i in range(*self.layer_range))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor | None:
@@ -59,10 +64,17 @@ class Model:
 
     @torch.inference_mode()
     def run_layer(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
-        """Layer `index` alone on a given input [T, H] (teacher forcing); the last one with the final norm behind it."""
+        """Layer `index` alone on a given input (teacher forcing), [T, H] or the planes that enter it, [T, P, H].
+
+        What comes back is what comparisons show of its output, [T, H]; of the last layer, behind the final norm.
+        """
         start, _ = self.layer_range
-        x_TH = self._layers[index - start](x_TH.to(self.device, self.dtype), batch, batch.cache[index - start])
-        return self._norm(x_TH) if self._norm is not None and index == self.spec.num_layers - 1 else x_TH
+        shown: dict[str, Tensor] = {}
+        tapped = replace(batch, tap=_both(batch.tap, shown))
+        x_TH = self._layers[index - start](x_TH.to(self.device, self.dtype), tapped, batch.cache[index - start])
+        if self._norm is not None and index == self.spec.num_layers - 1:
+            return self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))
+        return shown[f"layers.{index}"]
 
     @torch.inference_mode()
     def run_head(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
@@ -75,10 +87,10 @@ class Model:
         x_TH = self._embed(batch)
         if batch.tap is not None:
             batch.tap("embed", x_TH)
-        return x_TH
+        return x_TH if self._ends is None else self._ends.enter(x_TH)
 
     def _received(self, batch: ForwardBatch) -> Tensor:
-        shape = (batch.token_ids_T.shape[0], self.spec.hidden)
+        shape = (batch.token_ids_T.shape[0], *self.spec.stream_shape(self.layer_range[0]))
         empty_TH = torch.empty(shape, dtype=self.dtype, device=self.device)
         return batch.comms.pp.receive(empty_TH, batch.comms.pp.index - 1)
 
@@ -87,7 +99,18 @@ class Model:
         assert self._head is not None
         if batch.logit_rows is not None:
             x_TH = x_TH[batch.logit_rows]
-        x_TH = self._norm(x_TH)
+        x_TH = self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))
         if batch.tap is not None:
             batch.tap("norm", x_TH)
         return self._head(x_TH, batch)
+
+
+def _both(tap: Tap | None, shown: dict[str, Tensor]) -> Tap:
+    """A tap that keeps what it is shown, and shows it to `tap` as well."""
+
+    def keep(name: str, value: Tensor) -> None:
+        shown[name] = value
+        if tap is not None:
+            tap(name, value)
+
+    return keep

@@ -172,9 +172,9 @@ class Layouts:
         return self._caches[tp]
 
     def _layer_cache(self, index: int, tp: int) -> tuple[int, int]:
-        cache = self.spec.layers[index].mixer.cache()
+        cache = self.spec.layers[index].cache()
         per_token = sum(tensor.local_heads(tp) * tensor.dim for tensor in cache.tensors) * self.element_bytes
-        state = cache.state_elements * 4 // tp
+        state = cache.state_bytes(self.element_bytes, tp)
         if cache.window is not None and not self.full_window:
             return 0, per_token * min(cache.window, self.context) + state
         return per_token * self.context, state

@@ -55,6 +55,7 @@ class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
     storages: tuple[Storage, ...]
     pieces: tuple[Piece, ...]
     tied_head: bool
+    dtype: str  # of the run: what storages have unless the architecture pins another
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +134,13 @@ def rank_pieces(spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledg
     storages, offsets = _storages(held, dtype)
     pieces = tuple(_piece(param, local, mesh, offsets[param.name], ledger) for param, local in held) if ledger else ()
     return RankPieces(
-        rank=rank, at=at, layers=cut, storages=storages, pieces=pieces, tied_head=tied and cut == (0, spec.num_layers)
+        rank=rank,
+        at=at,
+        layers=cut,
+        storages=storages,
+        pieces=pieces,
+        tied_head=tied and cut == (0, spec.num_layers),
+        dtype=dtype,
     )
 
 

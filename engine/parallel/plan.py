@@ -70,7 +70,7 @@ def totals(spec: ModelSpec, stored: StoredFormat, cache_dtype: str = "BF16") -> 
         by_role[kind.param.role] = by_role.get(kind.param.role, 0) + kind.elements
     extra = spec.mtp_parameters()
     element = DTYPE_BITS[cache_dtype] // 8
-    caches = [layer.mixer.cache() for layer in spec.layers]
+    caches = [layer.cache() for layer in spec.layers]
     held = sum(stored.nbytes(kind.param, kind.param.shape) * kind.count * len(kind.layers) for kind in kinds)
     return Totals(
         parameters=sum(by_role.values()),
@@ -88,9 +88,9 @@ def _tied_head(spec: ModelSpec, kind: Kind) -> bool:
 
 
 def _state_bytes(cache: CacheSpec, element: int) -> int:
-    """What a layer keeps however long the sequence grows: a full window, and recurrent state in float32."""
+    """What a layer keeps however long the sequence grows: a full window, and recurrent state."""
     window = cache.elements_per_token * cache.window * element if cache.window else 0
-    return window + cache.state_elements * 4
+    return window + cache.state_bytes(element)
 
 
 def active_parameters(spec: ModelSpec) -> int:

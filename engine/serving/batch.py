@@ -23,17 +23,21 @@ Encode = Callable[[Mapping[str, Tensor]], Tensor]
 
 @dataclass(slots=True)
 class Held:
-    """What a rank keeps of a running sequence; `features_NH` are its pictures, from their first use to their last."""
+    """What a rank keeps of a running sequence.
+
+    `slot` is the row of its states, `features_NH` are its pictures, from their first use to their last.
+    """
 
     pages: tuple[int, ...]
+    slot: int
     draw: Draw
     images: Arrays
     image_spans: tuple[Span, ...]
     features_NH: Tensor | None = field(default=None)
 
     @classmethod
-    def of(cls, admission: Admission) -> Held:
-        return cls(admission.pages, admission.draw, admission.images, admission.image_spans)
+    def of(cls, admission: Admission, slot: int) -> Held:
+        return cls(admission.pages, slot, admission.draw, admission.images, admission.image_spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ def build_batch(
         positions,
         meta,
         around,
+        [held[chunk.number].slot for chunk in chunks],
         logit_rows=None if every_row else torch.tensor(rows, dtype=torch.int64, device=around.device),
         embeddings=_embeddings(chunks, held, around.device, encode) if encode is not None else (),
     )
@@ -86,6 +91,7 @@ def forward_batch(
     positions: Sequence[int],
     meta: AttentionMeta,
     around: Surroundings,
+    slots: Sequence[int],
     logit_rows: Tensor | None = None,
     embeddings: tuple[Embedding, ...] = (),
     tap: Tap | None = None,
@@ -99,6 +105,7 @@ def forward_batch(
         cache=around.cache,
         comms=around.comms,
         ops=around.ops,
+        slots=tuple(slots),
         logit_rows=logit_rows,
         embeddings=embeddings,
         tap=tap,

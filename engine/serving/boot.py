@@ -12,12 +12,12 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.build import Model
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.model.spec import MLA, Attention, CacheSpec, ModelSpec, MoE
+from firstlight.engine.model.spec import MLA, MLP, Attention, CacheSpec, ModelSpec, MoE
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
-from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token
+from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
 from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.options import EngineOptions, context_of, limits_of
 from firstlight.engine.serving.scheduler import Limits
@@ -93,7 +93,15 @@ def bring_up(
     pulse.enter("cache")
     most = most_pages(options, model.cache_specs, device, TORCH_DTYPES[dtype], comms)
     limits = limits_of(options, context, device.type, most)
-    cache = KVCache(model.cache_specs, limits.num_pages, limits.page_size, options.mesh.tp, TORCH_DTYPES[dtype], device)
+    cache = KVCache(
+        model.cache_specs,
+        limits.num_pages,
+        limits.page_size,
+        limits.max_batch,
+        options.mesh.tp,
+        TORCH_DTYPES[dtype],
+        device,
+    )
     return Rank(
         options=options,
         rank=rank,
@@ -151,16 +159,17 @@ def operators_of(
 def shapes_of(spec: ModelSpec, page_size: int) -> dict[str, int]:
     """Sizes of the model that an operator's choice may depend on."""
     shapes = {"hidden": spec.hidden, "vocabulary": spec.vocab_size, "page_size": page_size}
-    mixer, ffn = spec.layers[0].mixer, spec.layers[-1].ffn
-    shapes["num_heads"] = mixer.num_heads
-    if isinstance(mixer, Attention):
-        shapes |= {"num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim, "value_dim": mixer.head_dim}
-    elif isinstance(mixer, MLA):
-        width = mixer.kv_lora_rank + mixer.rope_dim
-        shapes |= {"num_kv_heads": 1, "head_dim": width, "value_dim": mixer.kv_lora_rank}
-    shapes["intermediate"] = ffn.intermediate
-    if isinstance(ffn, MoE):
-        shapes |= {"num_experts": ffn.num_experts, "top_k": ffn.router.top_k}
+    for layer in spec.layers:  # of several kinds, the last that says something counts
+        match layer.mixer:
+            case Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=size):
+                shapes |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "value_dim": size}
+            case MLA(num_heads=heads, kv_lora_rank=rank, rope_dim=rotated):
+                shapes |= {"num_heads": heads, "num_kv_heads": 1, "head_dim": rank + rotated, "value_dim": rank}
+        match layer.ffn:
+            case MLP(intermediate=width):
+                shapes |= {"intermediate": width}
+            case MoE(intermediate=width, num_experts=count, router=router):
+                shapes |= {"intermediate": width, "num_experts": count, "top_k": router.top_k}
     return shapes
 
 
@@ -173,7 +182,8 @@ def most_pages(
     page_size = options.page_size or 64
     free_bytes, _ = torch.cuda.mem_get_info(device)
     a_page = cache_bytes_per_token(specs, options.mesh.tp, dtype.itemsize) * page_size
-    mine = int(free_bytes * CACHE_SHARE) // max(1, a_page)
+    states = state_bytes_per_sequence(specs, options.mesh.tp, dtype.itemsize) * options.max_batch
+    mine = max(0, int(free_bytes * CACHE_SHARE) - states) // max(1, a_page)
     return int(comms.control.all_gather(torch.tensor([mine], dtype=torch.int64), 0).min())
 
 

@@ -6,6 +6,7 @@ Legend: P pages, K heads held here, S page size, D dim.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,9 +59,10 @@ class PageAllocator:
 
 
 class KVCache:
-    """The memory of all pages for this rank's layers: zeros at start, never grown, never returned.
+    """The memory of all pages and states for this rank's layers: zeros at start, never grown, never returned.
 
-    `layers[i]` holds the tensors of local layer i in the order of its `CacheSpec`, each [P, K, S, D].
+    `layers[i]` holds the tensors of local layer i in the order of its `CacheSpec`: [P, K, S, D] each for what is kept
+    per token, then [slots, ...] each for what is kept per sequence.
     """
 
     def __init__(
@@ -68,24 +70,47 @@ class KVCache:
         specs: Sequence[CacheSpec],
         num_pages: int,
         page_size: int,
+        num_slots: int,
         tp: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         from firstlight.engine.weights.memory import Pool, aligned
 
-        shapes = [
-            [(num_pages, tensor.local_heads(tp), page_size, tensor.dim) for tensor in spec.tensors] for spec in specs
-        ]
-        sizes = [aligned(p * k * s * d * dtype.itemsize) for layer in shapes for p, k, s, d in layer]
+        self._specs, self._tp, self._dtype, self._device = tuple(specs), tp, dtype, device
+        shapes = self._shapes(num_pages, page_size, num_slots)
+        sizes = [aligned(math.prod(shape) * kind.itemsize) for layer in shapes for shape, kind in layer]
         self.pool = Pool.reserve(sum(sizes), "cache", device)
         self.layers: tuple[tuple[torch.Tensor, ...], ...] = tuple(
-            tuple(self.pool.take(shape, dtype) for shape in layer) for layer in shapes
+            tuple(self.pool.take(shape, kind) for shape, kind in layer) for layer in shapes
         )
         if device.type != "cpu":  # on CPUs the pool is zero already
             for layer in self.layers:
                 for tensor in layer:
                     tensor.zero_()
+
+    def small(self, num_pages: int, page_size: int, num_slots: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Layers of another size with memory of their own, all zero: for a trace or a measurement beside serving."""
+        import torch
+
+        return tuple(
+            tuple(torch.zeros(shape, dtype=kind, device=self._device) for shape, kind in layer)
+            for layer in self._shapes(num_pages, page_size, num_slots)
+        )
+
+    def _shapes(
+        self, num_pages: int, page_size: int, num_slots: int
+    ) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
+        from firstlight.engine.weights.loader import TORCH_DTYPES
+
+        return [
+            [((num_pages, t.local_heads(self._tp), page_size, t.dim), self._dtype) for t in spec.tensors]
+            + [
+                ((num_slots, *s.local_shape(self._tp)), TORCH_DTYPES[s.dtype] if s.dtype else self._dtype)
+                for s in spec.states
+            ]
+            for spec in self._specs
+        ]
 
     def report(self) -> PoolReport:
         return self.pool.report()
@@ -94,3 +119,8 @@ class KVCache:
 def cache_bytes_per_token(specs: Iterable[CacheSpec], tp: int, itemsize: int) -> int:
     """Bytes that one token takes in the cache of the given layers on one rank."""
     return sum(t.local_heads(tp) * t.dim * itemsize for spec in specs for t in spec.tensors)
+
+
+def state_bytes_per_sequence(specs: Iterable[CacheSpec], tp: int, itemsize: int) -> int:
+    """Bytes of state that one sequence has on one rank in the given layers."""
+    return sum(spec.state_bytes(itemsize, tp) for spec in specs)

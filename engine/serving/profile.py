@@ -58,10 +58,7 @@ class _Runner:
         per_row = -(-longest // self.page_size)
         self.pages = [tuple(range(row * per_row, (row + 1) * per_row)) for row in range(command.batch)]
         count = command.batch * per_row
-        self.cache = tuple(
-            tuple(tensor.new_zeros((count, tensor.shape[1], self.page_size, tensor.shape[3])) for tensor in layer)
-            for layer in rank.cache.layers
-        )
+        self.cache = rank.cache.small(count, self.page_size, command.batch)
 
     def prefill(self, timed: bool) -> _Step:
         length = self.command.prompt_tokens
@@ -84,6 +81,7 @@ class _Runner:
             positions,
             meta,
             Surroundings(self.cache, self.page_size, rank.comms, ops, rank.device),
+            range(len(query_lens)),
             logit_rows=torch.tensor(last, device=rank.device),
             tap=_LayerTap(clock, seen.layers) if timed else None,
         )

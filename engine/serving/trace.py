@@ -166,16 +166,14 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
     page_size = max(lengths) if rank.device.type == "cpu" else rank.limits.page_size
     per_row = -(-max(lengths) // page_size)
     pages = [tuple(range(row * per_row, (row + 1) * per_row)) for row in range(len(rows))]
-    cache = tuple(
-        tuple(tensor.new_zeros((len(rows) * per_row, tensor.shape[1], page_size, tensor.shape[3])) for tensor in layer)
-        for layer in rank.cache.layers
-    )
+    cache = rank.cache.small(len(rows) * per_row, page_size, len(rows))
     around = Surroundings(cache, page_size, rank.comms, rank.ops, rank.device)
     return forward_batch(
         [id_ for row in rows for id_ in row.ids],
         [position for length in lengths for position in range(length)],
         AttentionMeta.build(lengths, lengths, pages, page_size, rank.device),
         around,
+        range(len(rows)),
         embeddings=_embeddings(rank, command, rows, shown),
         tap=_tap(rank, command, shown),
         rope_lens=(command.input_ids.shape[1],) * len(rows),  # as the reference does with a padded batch
@@ -257,10 +255,9 @@ def _run_forced(
     low, high = command.layers or (0, rank.spec.num_layers)
     forced: dict[str, Tensor] = {}
     for index in range(max(low, rank.model.layer_range[0]), min(high, rank.model.layer_range[1])):
-        given = command.inputs.get(f"hidden.{index}")
+        given = _entering(rank, command, rows, index)
         if given is not None:
-            output = rank.model.run_layer(index, _flatten(given, rows, rank), batch)
-            forced[f"hidden.{index + 1}"] = output
+            forced[f"hidden.{index + 1}"] = rank.model.run_layer(index, given, batch)
     last = command.inputs.get(f"hidden.{rank.spec.num_layers}")
     if last is not None and rank.model.is_last and high == rank.spec.num_layers:
         forced["logits"] = rank.model.run_head(_flatten(last, rows, rank), batch)
@@ -268,6 +265,17 @@ def _run_forced(
     features = {name: value for name, value in shown.items() if name == "image_features"}
     shown.clear()
     shown.update(blocks | features | forced)
+
+
+def _entering(rank: Rank, command: TraceCommand, rows: Sequence[_Row], index: int) -> Tensor | None:
+    """What enters a layer by the given hidden states: one stream [L, H], or planes [L, P, H]; None if not all are."""
+    residual = rank.spec.residual
+    sources = (index,) if residual is None else residual.sources(index)
+    given = [command.inputs.get(f"hidden.{source}") for source in sources or ()]
+    found = [_flatten(one, rows, rank) for one in given if one is not None]
+    if not found or len(found) < len(given):
+        return None
+    return found[0] if residual is None else torch.stack(found, dim=1)
 
 
 def _flatten(given: Array, rows: Sequence[_Row], rank: Rank) -> Tensor:

@@ -5,6 +5,8 @@ Every rank carries out the same commands in the same order; the answers meet at 
 
 from __future__ import annotations
 
+import heapq
+
 import msgspec
 import psutil
 import torch
@@ -41,6 +43,7 @@ class Worker:
         )
         self._encode = rank.model.encode_images if rank.model.is_first and rank.spec.vision is not None else None
         self._held: dict[int, Held] = {}  # of this replica
+        self._slots = list(range(rank.limits.max_batch))  # rows of the states that no sequence has
         self._draws: dict[int, Draw] = {}  # of all replicas
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -59,9 +62,12 @@ class Worker:
     def _run(self, part: ReplicaPlan) -> Tensor | None:
         """This replica's part: forget, start, compute, choose. The table of chosen tokens, on the sampling rank."""
         for number in part.released:
-            self._held.pop(number, None)
+            if (gone := self._held.pop(number, None)) is not None:
+                heapq.heappush(self._slots, gone.slot)
         for admission in part.admitted:
-            self._held[admission.number] = Held.of(admission)
+            known = self._held.get(admission.number)  # a step that was interrupted is announced again
+            slot = known.slot if known is not None else heapq.heappop(self._slots)
+            self._held[admission.number] = Held.of(admission, slot)
         if not part.chunks:
             return None
         batch, chosen = build_batch(part.chunks, self._held, self.around, self._encode)

@@ -59,7 +59,7 @@ def decode_steps(directory: str, huge_pages: bool) -> tuple[dict[int, Callable[[
 
         def step() -> object:
             meta = AttentionMeta.build([1] * batch, [CONTEXT] * batch, [[page] for page in range(batch)], CONTEXT)
-            return model.forward(ForwardBatch(ids, positions, meta, cache, comms, ops))
+            return model.forward(ForwardBatch(ids, positions, meta, cache, comms, ops, tuple(range(batch))))
 
         return step
 

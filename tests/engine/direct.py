@@ -84,16 +84,16 @@ class Direct:
             cache=tuple(self.fresh(spec, len(lengths), longest) for spec in self.model.cache_specs),
             comms=self.comms,
             ops=self.ops,
+            slots=tuple(range(len(lengths))),
             embeddings=embeddings,
             tap=tap,
             rope_lens=None if width is None else (width,) * len(lengths),
         )
 
     def fresh(self, spec: CacheSpec, pages: int, page_size: int) -> tuple[torch.Tensor, ...]:
-        heads = [tensor.local_heads(self.comms.tp.size) for tensor in spec.tensors]
-        return tuple(
-            torch.zeros(pages, count, page_size, tensor.dim) for count, tensor in zip(heads, spec.tensors, strict=True)
-        )
+        tp = self.comms.tp.size
+        paged = [torch.zeros(pages, one.local_heads(tp), page_size, one.dim) for one in spec.tensors]
+        return (*paged, *(torch.zeros(pages, *state.local_shape(tp)) for state in spec.states))
 
 
 def flatten(inputs: Arrays) -> tuple[list[NDArray[Any]], NDArray[Any]]:

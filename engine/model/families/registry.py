@@ -88,7 +88,7 @@ class Families(Mapping[str, Family]):
                     next="check that it does not change the mathematics; if it does, the family needs a block for it",
                 )
             )
-        if spec.layers and all(layer.mixer.rope is None for layer in spec.layers):
+        if spec.layers and all(layer.rope is None for layer in spec.layers):
             findings.append(note("no-positions", "NoPE: no layer has a positional encoding"))
         spec = msgspec.structs.replace(spec, findings=spec.findings + tuple(findings))
         return spec, Matcher(rules)

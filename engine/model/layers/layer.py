@@ -1,6 +1,8 @@
-"""One decoder layer: mixer and feed-forward around the residual stream. Legend: T tokens, H hidden."""
+"""One decoder layer: mixer and feed-forward around the residual stream. Legend: T tokens, P planes, H hidden."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,38 +14,87 @@ from firstlight.engine.model.layers.mla import MLA
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.moe import MoE
 from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
 
 MIXERS = {specs.Attention: Attention, specs.MLA: MLA}  # one line a block
 FEED_FORWARDS = {specs.MLP: MLP, specs.MoE: MoE}
 
 
 class Layer:
-    """x [T, H] -> [T, H]; see `LayerSpec` for the formula. `name` is what taps are called with."""
+    """x [T, H], or [T, P, H] -> the same; see `LayerSpec` for the formula. `name` is what taps are called with."""
 
-    def __init__(self, spec: specs.LayerSpec, weights: Access, name: str) -> None:
+    def __init__(self, spec: specs.LayerSpec, weights: Access, index: int) -> None:
         self.spec = spec
-        self.name = name
-        self._mixer = MIXERS[type(spec.mixer)](spec.mixer, weights.into("mixer"))
-        self._ffn = FEED_FORWARDS[type(spec.ffn)](spec.ffn, weights.into("ffn"))
+        self.name = f"layers.{index}"
+        self._mixer = MIXERS[type(spec.mixer)](spec.mixer, weights.into("mixer")) if spec.mixer else None
+        self._ffn = FEED_FORWARDS[type(spec.ffn)](spec.ffn, weights.into("ffn")) if spec.ffn else None
         self._mixer_norm = _maybe_norm(spec.mixer_norm, weights.into("mixer_norm"))
         self._ffn_norm = _maybe_norm(spec.ffn_norm, weights.into("ffn_norm"))
         self._post_mixer_norm = _maybe_norm(spec.post_mixer_norm, weights.into("post_mixer_norm"))
         self._post_ffn_norm = _maybe_norm(spec.post_ffn_norm, weights.into("post_ffn_norm"))
+        self._streams = (
+            TOPOLOGIES[type(spec.residual)](spec.residual, weights.into("residual"), index) if spec.residual else None
+        )
+        self._run = self._choose()
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        mixed_TH = self._mixer(x_TH if self._mixer_norm is None else self._mixer_norm(x_TH), batch, cache)
-        mixed_TH = self._onto_residual(mixed_TH, self._post_mixer_norm)
+        x_TH = self._run(x_TH, batch, cache)
         if batch.tap is not None:
-            batch.tap(f"{self.name}.mixer", mixed_TH)
+            batch.tap(self.name, x_TH if self._streams is None else self._streams.shown(x_TH))
+        return x_TH
+
+    def _choose(self) -> Callable[[Tensor, ForwardBatch, tuple[Tensor, ...]], Tensor]:
+        if self._streams is not None:
+            return self._through_planes
+        if self.spec.parallel:
+            return self._side_by_side
+        if self._mixer is not None and self._ffn is not None:
+            return self._one_after_another
+        return self._alone
+
+    def _one_after_another(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        mixed_TH = self._mixed(x_TH, batch, cache)
         if self._ffn_norm is None:
             x_TH = x_TH + mixed_TH
             normed_TH = x_TH
         else:
             normed_TH, x_TH = self._ffn_norm.after_add(mixed_TH, x_TH)
-        x_TH = x_TH + self._onto_residual(self._ffn(normed_TH, batch), self._post_ffn_norm)
+        assert self._ffn is not None
+        return x_TH + self._onto_residual(self._ffn(normed_TH, batch), self._post_ffn_norm)
+
+    def _side_by_side(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        return x_TH + self._mixed(x_TH, batch, cache) + self._fed(x_TH, batch)
+
+    def _alone(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        return x_TH + (self._fed(x_TH, batch) if self._mixer is None else self._mixed(x_TH, batch, cache))
+
+    def _through_planes(self, x_TPH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        streams = self._streams
+        assert streams is not None
+        blocks: list[tuple[Site, Callable[[Tensor], Tensor]]] = []
+        if self._mixer is not None:
+            blocks.append(("mixer", lambda seen_TH: self._mixed(seen_TH, batch, cache)))
+        if self._ffn is not None:
+            blocks.append(("ffn", lambda seen_TH: self._fed(seen_TH, batch)))
+        for site, block in blocks:
+            seen_TH, x_TPH = streams.read(x_TPH, site)
+            x_TPH = streams.write(x_TPH, block(seen_TH), site)
+        return x_TPH
+
+    def _mixed(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        """What the mixer adds to its input."""
+        assert self._mixer is not None
+        mixed_TH = self._mixer(x_TH if self._mixer_norm is None else self._mixer_norm(x_TH), batch, cache)
+        mixed_TH = self._onto_residual(mixed_TH, self._post_mixer_norm)
         if batch.tap is not None:
-            batch.tap(self.name, x_TH)
-        return x_TH
+            batch.tap(f"{self.name}.mixer", mixed_TH)
+        return mixed_TH
+
+    def _fed(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """What the feed-forward adds to its input."""
+        assert self._ffn is not None
+        out_TH = self._ffn(x_TH if self._ffn_norm is None else self._ffn_norm(x_TH), batch)
+        return self._onto_residual(out_TH, self._post_ffn_norm)
 
     def _onto_residual(self, out_TH: Tensor, norm: Norm | None) -> Tensor:
         out_TH = out_TH if norm is None else norm(out_TH)

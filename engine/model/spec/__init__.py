@@ -1,0 +1,44 @@
+"""What a model is, as frozen data: the one description that scan, plan, load, start, verify and profile all use.
+
+No torch. Each block variant declares its own parameters and what it keeps per token, so a shape is stated once.
+"""
+
+from firstlight.engine.model.spec.attention import Attention
+from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTensor
+from firstlight.engine.model.spec.layer import FeedForward, LayerSpec, Mixer
+from firstlight.engine.model.spec.mla import MLA
+from firstlight.engine.model.spec.mlp import MLP
+from firstlight.engine.model.spec.model import ModelSpec
+from firstlight.engine.model.spec.moe import MoE, Router
+from firstlight.engine.model.spec.norm import Norm
+from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
+from firstlight.engine.model.spec.residual import AttentionResidual, Residual
+from firstlight.engine.model.spec.rope import Rope, RopeScaling
+from firstlight.engine.model.spec.vision import Projector, VisionSpec
+
+__all__ = [
+    "FIRST_STAGE",
+    "LAST_STAGE",
+    "MLA",
+    "MLP",
+    "Attention",
+    "AttentionResidual",
+    "CacheSpec",
+    "CacheTensor",
+    "FeedForward",
+    "LayerSpec",
+    "Mixer",
+    "MoE",
+    "ModelSpec",
+    "Norm",
+    "Param",
+    "Projector",
+    "Residual",
+    "Role",
+    "Rope",
+    "RopeScaling",
+    "Router",
+    "Scope",
+    "StateTensor",
+    "VisionSpec",
+]

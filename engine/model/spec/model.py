@@ -1,0 +1,81 @@
+"""A whole model, as data. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from firstlight.engine.findings import Finding
+from firstlight.engine.model.spec.layer import LayerSpec
+from firstlight.engine.model.spec.norm import Norm
+from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Scope
+from firstlight.engine.model.spec.residual import Residual
+from firstlight.engine.model.spec.vision import VisionSpec
+from firstlight.engine.parallel.placement import Vocab
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole model. `tied_head`: the output head is the embedding unless the checkpoint brings a head of its own."""
+
+    family: str
+    vocab_size: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: Norm
+    tied_head: bool
+    max_positions: int
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    head_bias: bool = False
+    vision: VisionSpec | None = None
+    mtp: tuple[LayerSpec, ...] = ()
+    dtype: str = "BF16"
+    findings: tuple[Finding, ...] = ()
+
+    def parameters(self) -> tuple[Param, ...]:
+        """Every parameter in global shape, in forward order; a tied head is declared too (`Ledger` says where from)."""
+        scope = Scope(prefix="", layer=FIRST_STAGE, hidden=self.hidden)
+        found: list[Param] = []
+        if self.vision is not None:
+            found.extend(self.vision.parameters())
+        found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding", place=(Vocab(0),)))
+        for index, layer in enumerate(self.layers):
+            found.extend(layer.parameters(Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden)))
+        last = msgspec.structs.replace(scope, layer=LAST_STAGE)
+        if self.residual is not None:
+            found.extend(self.residual.end_parameters(last.into("residual")))
+        found.extend(self.final_norm.parameters(last.into("norm"), self.hidden))
+        found.append(last.param("head.weight", self.vocab_size, self.hidden, role="head", place=(Vocab(0),)))
+        if self.head_bias:
+            found.append(last.param("head.bias", self.vocab_size, role="head", place=(Vocab(0),)))
+        return tuple(found)
+
+    def mtp_parameters(self) -> tuple[Param, ...]:
+        """Parameters of multi-token-prediction layers, stored behind the last layer; they are counted and never loaded.
+
+        Each is a layer with two norms, a projection of [embedding | hidden], a norm and its own copies of embedding
+        and head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        """
+        found: list[Param] = []
+        for index, layer in enumerate(self.mtp, start=self.num_layers):
+            scope = Scope(prefix=f"mtp.{index}.", layer=index, hidden=self.hidden)
+            found.extend(layer.parameters(scope))
+            for name in ("embedding_norm", "hidden_norm", "norm"):
+                found.extend(self.final_norm.parameters(scope.into(name), self.hidden))
+            found.append(scope.param("project.weight", self.hidden, 2 * self.hidden, role="router"))
+            found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding"))
+            found.append(scope.param("head.weight", self.vocab_size, self.hidden, role="head"))
+        return tuple(found)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def residual(self) -> Residual | None:
+        """The topology of the residual streams, which all layers share; None: one stream."""
+        return self.layers[-1].residual if self.layers else None
+
+    def stream_shape(self, layer: int) -> tuple[int, ...]:
+        """What enters `layer` for one token: [hidden], or [planes, hidden]."""
+        return (self.hidden,) if self.residual is None else (self.residual.planes(layer), self.hidden)

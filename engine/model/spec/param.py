@@ -1,0 +1,80 @@
+"""A parameter in global shape, and the scope in which a block declares it. No torch.
+
+Placements name mesh axes (`tp`, `ep`); dims are tensor dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from firstlight.engine.parallel.placement import Placement
+
+Role = Literal["embedding", "attention", "mlp", "expert", "router", "norm", "head", "vision", "projector"]
+
+
+FIRST_STAGE = -1  # `Param.layer` of what belongs to the first pipeline stage
+LAST_STAGE = 1 << 30  # ... and to the last
+
+
+class Param(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter of the model, in global shape.
+
+    Parameters that share `storage` lie in one allocation: concatenated along dim 0 in the order declared and, with an
+    `expert`, stacked over the rank's experts. `dtype` pins a storage dtype (`F32`); None follows the run.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    layer: int
+    placements: tuple[Placement, ...] = ()
+    storage: str = ""
+    expert: int | None = None
+    dtype: str | None = None
+
+    @property
+    def home(self) -> str:
+        return self.storage or self.name
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a block sits while it declares its parameters: name prefix, layer, width of the residual stream, tower."""
+
+    prefix: str
+    layer: int
+    hidden: int
+    vision: bool = False
+
+    def into(self, name: str) -> Scope:
+        return msgspec.structs.replace(self, prefix=f"{self.prefix}{name}.")
+
+    def param(
+        self,
+        name: str,
+        *shape: int,
+        role: Role,
+        place: tuple[Placement, ...] = (),
+        storage: str = "",
+        expert: int | None = None,
+        dtype: str | None = None,
+    ) -> Param:
+        """A parameter of this block. The vision tower is replicated: it is small and runs once a picture."""
+        return Param(
+            name=self.prefix + name,
+            shape=shape,
+            role="vision" if self.vision and role != "projector" else role,
+            layer=self.layer,
+            placements=() if self.vision else place,
+            storage=self.prefix + storage if storage else "",
+            expert=expert,
+            dtype=dtype,
+        )

@@ -1,0 +1,40 @@
+"""Rotary positions and how they are stretched, as data. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """How rotary frequencies are stretched beyond the trained length; the names are those of released configs."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary positions over the first `dim` dims of each head, in halves or, `interleaved`, in neighbouring pairs."""
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    max_positions: int = 0
+    scaling: RopeScaling | None = None
+
+    def words(self) -> str:
+        """`rope 500,000 (llama3 x 8)`."""
+        scaling = f" ({self.scaling.kind} x {self.scaling.factor:g})" if self.scaling else ""
+        return f"rope {self.theta:,.10g}{scaling}" + (" interleaved" if self.interleaved else "")

@@ -1,0 +1,76 @@
+"""Vision tower and projector, as data. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from firstlight.engine.model.spec.layer import LayerSpec
+from firstlight.engine.model.spec.norm import Norm
+from firstlight.engine.model.spec.param import FIRST_STAGE, Param, Scope
+
+
+class Projector(msgspec.Struct, frozen=True, kw_only=True):
+    """Linear layers with an activation between them, from vision features to the decoder's width."""
+
+    widths: tuple[int, ...]  # input, (hidden ...), output
+    activation: str
+    bias: bool
+
+    def parameters(self, scope: Scope) -> Iterator[Param]:
+        for index, (width_in, width_out) in enumerate(zip(self.widths, self.widths[1:], strict=False)):
+            yield scope.param(f"{index}.weight", width_out, width_in, role="projector")
+            if self.bias:
+                yield scope.param(f"{index}.bias", width_out, role="projector")
+
+
+class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A CLIP- or SigLIP-type tower: patches plus learned positions, encoder layers, chosen features, projector.
+
+    `feature_layers` index hidden states as transformers does (0 is the embedding, negative from the end);
+    several are concatenated. `drop_first` removes the class token from the features.
+    """
+
+    image_size: int
+    patch_size: int
+    channels: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    projector: Projector
+    image_token_id: int
+    patch_bias: bool = False
+    class_token: bool = True
+    pre_norm: Norm | None = None
+    post_norm: Norm | None = None
+    feature_layers: tuple[int, ...] = (-1,)
+    drop_first: bool = False
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_positions(self) -> int:
+        return self.num_patches + (1 if self.class_token else 0)
+
+    @property
+    def tokens_per_image(self) -> int:
+        return self.num_positions - (1 if self.drop_first else 0)
+
+    def parameters(self) -> Iterator[Param]:
+        scope = Scope(prefix="vision.", layer=FIRST_STAGE, hidden=self.hidden, vision=True)
+        yield scope.param(
+            "patch_embed.weight", self.hidden, self.channels, self.patch_size, self.patch_size, role="vision"
+        )
+        if self.patch_bias:
+            yield scope.param("patch_embed.bias", self.hidden, role="vision")
+        if self.class_token:
+            yield scope.param("class_embed", self.hidden, role="vision")
+        yield scope.param("position_embed.weight", self.num_positions, self.hidden, role="vision")
+        for name, norm in (("pre_norm", self.pre_norm), ("post_norm", self.post_norm)):
+            if norm is not None:
+                yield from norm.parameters(scope.into(name), self.hidden)
+        for index, layer in enumerate(self.layers):
+            yield from layer.parameters(scope.into(f"layers.{index}"))
+        yield from self.projector.parameters(msgspec.structs.replace(scope, prefix="projector."))
