@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from firstlight.engine.weights.index import (
     Index,
     against_headers,
     against_payload,
-    by_file,
     held,
     read_index,
     read_object,
 )
 from firstlight.engine.weights.shards import PICKLES, shard_files
 from firstlight.engine.weights.slices import byte_runs
+from firstlight.engine.weights.uncollected import uncollected
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
         """Reads config, index and headers. Raises `Refused` when there is no checkpoint to speak of at all."""
-        directory = _directory(source)
+        with uncollected():
+            return cls._open(_directory(source))
+
+    @classmethod
+    def _open(cls, directory: Path) -> Checkpoint:
         names = _names(directory)
         config, twice = read_object(directory, "config.json", CONFIG_LIMIT_BYTES)
         index = read_index(directory)
@@ -188,21 +192,23 @@ def _headers(
     directory: Path, files: Iterable[str], index: Index | None
 ) -> tuple[dict[str, TensorInfo], list[Finding], list[str]]:
     """All tensors by name, what is wrong with the files, and the files whose header could not be read at all."""
-    tensors: dict[str, TensorInfo] = {}
-    copies: dict[tuple[str, str, bool], list[str]] = {}
+    headers: list[Header] = []
     findings: list[Finding] = []
     broken: list[str] = []
-    listed = by_file(index.weight_map) if index else {}
+    weight_map = index.weight_map if index else {}
     for file in files:
         try:
             header = read_header(directory / file)
         except Refused as refused:
             broken.append(file)
-            findings.extend(_with_tensors(finding, listed.get(file, ())) for finding in refused.findings)
+            held_in_it = tuple(sorted(name for name, where in weight_map.items() if where == file))
+            findings.extend(_with_tensors(finding, held_in_it) for finding in refused.findings)
             continue
+        headers.append(header)
         findings.extend(header.findings)
-        _merge(tensors, header, index.weight_map if index else {}, copies)
-    findings.extend(_copies(*where, names) for where, names in copies.items())
+    tensors = {tensor.name: tensor for header in headers for tensor in header.tensors}
+    if len(tensors) != sum(len(header.tensors) for header in headers):
+        findings.extend(_settle_copies(tensors, headers, weight_map))
     return tensors, findings, broken
 
 
@@ -214,22 +220,22 @@ def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:
     return msgspec.structs.replace(finding, message=message, tensors=tensors)
 
 
-def _merge(
-    tensors: dict[str, TensorInfo],
-    header: Header,
-    index: Mapping[str, str],
-    copies: dict[tuple[str, str, bool], list[str]],
-) -> None:
-    """Adds a shard's tensors; of two copies the index decides, and without its word neither is trusted."""
-    for tensor in header.tensors:
-        earlier = tensors.setdefault(tensor.name, tensor)
+def _settle_copies(
+    tensors: dict[str, TensorInfo], headers: Iterable[Header], index: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Of two copies of a tensor the index decides; without its word the first stays, and neither is trusted."""
+    first: dict[str, TensorInfo] = {}
+    copies: dict[tuple[str, str, bool], list[str]] = {}
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        earlier = first.setdefault(tensor.name, tensor)
         if earlier is tensor:
             continue
         chosen = index.get(tensor.name)
         if chosen == tensor.file:
-            tensors[tensor.name] = tensor
-        decided = chosen in (tensor.file, earlier.file)
-        copies.setdefault((earlier.file, tensor.file, decided), []).append(tensor.name)
+            first[tensor.name] = tensor
+        copies.setdefault((earlier.file, tensor.file, chosen in (tensor.file, earlier.file)), []).append(tensor.name)
+    tensors.update(first)
+    yield from (_copies(*where, names) for where, names in copies.items())
 
 
 def _copies(first: str, second: str, decided: bool, names: list[str]) -> Finding:

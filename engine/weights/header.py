@@ -10,6 +10,8 @@ import math
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import repeat
+from operator import attrgetter, itemgetter, sub
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -69,7 +71,13 @@ class _Entry(msgspec.Struct, gc=False):
     data_offsets: tuple[_Size, _Size] | None = None
 
 
+class _Metadata(msgspec.Struct):
+    metadata: Any = msgspec.field(default=None, name=METADATA)
+
+
 _Entries = Mapping[str, _Entry]
+_decode_metadata = msgspec.json.Decoder(_Metadata).decode
+_decode_pairs = msgspec.json.Decoder(dict[str, str]).decode
 _decode = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
@@ -105,7 +113,56 @@ def read_header(path: Path) -> Header:
             text = _read_text(file, stream, length)
     except OSError as error:
         raise Refused(_unreadable(path, error)) from error
-    return _check(file, size, length, *_parse(file, text))
+    return _header(file, size, length, text)
+
+
+def _header(file: str, size: int, length: int, text: bytearray) -> Header:
+    entries, findings = _parse(file, text)
+    tensors = _sound(file, size, 8 + length, entries) if not findings else None
+    if tensors is None:
+        tensors, findings = _check(file, size, length, entries, findings)
+    findings.extend(_metadata_problems(file, text))
+    if length > LIBRARY_CAP_BYTES:
+        findings.append(_over_the_cap(file, length, len(tensors)))
+    return Header(file, size, tensors, tuple(findings))
+
+
+_dtype_and_shape, _offsets = attrgetter("dtype", "shape"), attrgetter("data_offsets")
+
+
+def _sound(file: str, size: int, base: int, entries: _Entries) -> tuple[TensorInfo, ...] | None:
+    """The tensors of a header with nothing wrong in it, entries in the order of their data; else None.
+
+    The same questions as `_check` asks one by one, asked of whole columns, since all but a few headers are sound.
+    """
+    if METADATA in entries:
+        entries = {name: entry for name, entry in entries.items() if name != METADATA}
+    kinds = list(map(_dtype_and_shape, entries.values()))
+    try:
+        forms = {kind: (*kind, _kind_bytes(*kind)) for kind in set(kinds)}
+    except (KeyError, TypeError, ValueError):  # an unknown dtype, no shape, a shape of no whole bytes
+        return None
+    offsets = list(map(_offsets, entries.values()))
+    if None in offsets:
+        return None
+    starts, stops = list(map(itemgetter(0), offsets)), list(map(itemgetter(1), offsets))
+    rows = list(map(forms.__getitem__, kinds))
+    sizes = list(map(itemgetter(2), rows))
+    if [0, *stops] != [*starts, size - base] or list(map(sub, stops, starts)) != sizes:
+        return None
+    places = map(base.__add__, starts)
+    columns = (map(itemgetter(0), rows), map(itemgetter(1), rows), repeat(file), places, sizes)
+    return tuple(map(TensorInfo, entries, *columns))
+
+
+def _kind_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor. Raises KeyError, TypeError and ValueError for one that cannot be."""
+    if len(shape) > MAX_DIMS:
+        raise ValueError(shape)
+    nbytes, over = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
+    if over:
+        raise ValueError(dtype, shape)
+    return nbytes
 
 
 def _open(path: Path) -> BinaryIO:
@@ -221,7 +278,7 @@ def _parse(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
     """Entries by name. The fast parser keeps the last of two equal keys: where there may be any, look closely."""
     try:
         entries = _decode(text)
-        named = sum(name != METADATA for name in entries)
+        named = len(entries) - (METADATA in entries)
         if all(text.count(f'"{key}"'.encode()) == named for key in _Entry.__struct_fields__) and b"\\" not in text:
             return entries, []
         return _parse_closely(file, text)
@@ -287,7 +344,10 @@ def _readable(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def _check(file: str, size: int, length: int, entries: _Entries, findings: list[Finding]) -> Header:
+def _check(
+    file: str, size: int, length: int, entries: _Entries, findings: list[Finding]
+) -> tuple[tuple[TensorInfo, ...], list[Finding]]:
+    """The tensors that can be, one by one, and what is wrong with the others and with their places."""
     base = 8 + length
     tensors: list[TensorInfo] = []
     wrong: dict[str, list[tuple[str, str, str]]] = {}
@@ -312,9 +372,7 @@ def _check(file: str, size: int, length: int, entries: _Entries, findings: list[
         _, expected, found = cases[0]
         findings.append(_invalid(file, [name for name, _, _ in cases], kind, expected, found))
     findings.extend(_size_problems(file, size, end, tensors, whole=not findings))
-    if length > LIBRARY_CAP_BYTES:
-        findings.append(_over_the_cap(file, length, len(tensors)))
-    return Header(file, size, tuple(tensors), tuple(findings))
+    return tuple(tensors), findings
 
 
 def _layout(base: int, tensors: list[TensorInfo]) -> Mapping[str, list[tuple[str, str, str]]]:
@@ -343,6 +401,36 @@ def _size_problems(file: str, size: int, end: int, tensors: list[TensorInfo], wh
             expected=f"{end:,} bytes",
             found=f"{size:,} bytes",
             next="fetch the file again: header and contents do not belong together",
+        )
+
+
+def _metadata_problems(file: str, text: bytearray) -> Iterator[Finding]:
+    """`__metadata__` maps text to text; readers other than this one refuse the file where it does not."""
+    opening = b'{"__metadata__":'
+    if b'"__metadata__"' not in text:
+        return
+    try:
+        if text.startswith(opening):  # as every writer has it: there is no need to read on
+            _decode_pairs(text[len(opening) : text.find(b"}") + 1])
+            return
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:
+        found = _decode_metadata(text).metadata
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # names that no text can be; said elsewhere
+        return
+    wrong = {} if isinstance(found, dict) else {METADATA: found}
+    if not wrong:
+        wrong = {key: value for key, value in found.items() if not isinstance(value, str)}
+    if found is not None and wrong:
+        key, value = next(iter(wrong.items()))
+        yield warning(
+            "header-invalid",
+            f"the {METADATA} of {file} is not text by text: {_readable(key)[:60]} is {type(value).__name__}",
+            file=file,
+            expected="an object of texts",
+            found=f"{_readable(key)[:60]}: {json.dumps(value)[:60]}",
+            next="nothing for this project, which does not use it; other tools will refuse the file",
         )
 
 

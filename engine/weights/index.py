@@ -9,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter, eq
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,6 +37,11 @@ def read_object(directory: Path, name: str, limit_bytes: int) -> tuple[dict[str,
 
     Raises `Refused` when the file is absent, unreadable, larger than `limit_bytes` or no JSON object.
     """
+    return _object(name, _text(directory, name, limit_bytes))
+
+
+def _text(directory: Path, name: str, limit_bytes: int) -> bytes:
+    """The bytes of a file of the directory. Raises `Refused`."""
     path = directory / name
     try:
         size = path.stat().st_size
@@ -44,13 +50,17 @@ def read_object(directory: Path, name: str, limit_bytes: int) -> tuple[dict[str,
             raise Refused(_bad(name, f"cannot be read: it is {kind}", "a readable file", kind))
         if size > limit_bytes:
             raise Refused(_bad(name, f"is {size:,} bytes", f"at most {limit_bytes:,} bytes", f"{size:,} bytes"))
-        text = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise Refused(_absent(directory, name)) from error
     except OSError as error:
         raise Refused(
             _bad(name, f"cannot be read: {error.strerror}", "a readable file", str(error.strerror))
         ) from error
+
+
+def _object(name: str, text: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The JSON object that a text is, and its keys with two values. Raises `Refused`."""
     try:
         value = _decode(text)
         # Of equal keys the last one wins in every parser. Keys and colons agree in number unless there are some.
@@ -117,7 +127,34 @@ def read_index(directory: Path) -> Index | None:
     """The index of a directory, or None without one. Raises `Refused` when it cannot be used at all."""
     if not (directory / INDEX).exists():
         return None
-    raw, twice = read_object(directory, INDEX, INDEX_LIMIT_BYTES)
+    text = _text(directory, INDEX, INDEX_LIMIT_BYTES)
+    return _sound(text) or _closely(*_object(INDEX, text))
+
+
+class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+    """An index as every writer has it."""
+
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+
+
+_decode_plain = msgspec.json.Decoder(_Plain).decode
+
+
+def _sound(text: bytes) -> Index | None:
+    """The index when nothing about it is unusual, in the time that the parser takes; else None."""
+    try:
+        found = _decode_plain(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    keys = len(found.weight_map) + _colons(found.metadata) + text.count(b'"metadata":') + 1
+    if b"\\" in text or text.count(b":") != keys:  # a key that occurs twice, or may
+        return None
+    _refuse_paths(set(found.weight_map.values()))
+    return Index(found.weight_map, _stated(found.metadata), ())
+
+
+def _closely(raw: dict[str, Any], twice: tuple[str, ...]) -> Index:
     weight_map = raw.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise Refused(
@@ -131,9 +168,12 @@ def read_index(directory: Path) -> Index | None:
             )
         )
     _refuse_paths(set(weight_map.values()))
-    metadata = raw.get("metadata")
+    return Index(weight_map, _stated(raw.get("metadata")), tuple(_listed_twice(twice)))
+
+
+def _stated(metadata: object) -> int | None:
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return Index(weight_map, stated if isinstance(stated, int) else None, tuple(_listed_twice(twice)))
+    return int(stated) if isinstance(stated, int | float) and not isinstance(stated, bool) else None
 
 
 def _listed_twice(twice: tuple[str, ...]) -> Iterator[Finding]:
@@ -198,6 +238,8 @@ def against_headers(
     index: Mapping[str, str], tensors: Mapping[str, TensorInfo], files: Iterable[str], broken: Iterable[str]
 ) -> Iterator[Finding]:
     """What the index says of the files that were read, held against their headers; `broken` files have none."""
+    if len(index) == len(tensors) and all(map(eq, map(index.get, tensors), map(attrgetter("file"), tensors.values()))):
+        return
     unlisted = tuple(name for name in tensors if name not in index)
     if unlisted:
         yield warning(

@@ -24,7 +24,7 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
     """The shard files to read, in order, and findings about absent ones and about ones that are left aside."""
     present = [name for name in names if name.endswith(".safetensors")]
     if index is not None:
-        files, findings = _by_index(names, present, by_file(index.weight_map))
+        files, findings = _by_index(names, present, index.weight_map)
     else:
         files, findings = _by_name(names, present)
     if not files and not findings:
@@ -33,14 +33,18 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
 
 
 def _by_index(
-    names: tuple[str, ...], present: list[str], listed: Mapping[str, tuple[str, ...]]
+    names: tuple[str, ...], present: list[str], weight_map: Mapping[str, str]
 ) -> tuple[list[str], list[Finding]]:
     findings: list[Finding] = []
-    for file, tensors in listed.items():
-        if not file.endswith(".safetensors"):
-            findings.append(_not_readable(file, tensors))
-        elif file not in present:
-            findings.append(_missing(file, names, tensors))
+    listed = sorted(set(weight_map.values()))
+    if unread := [file for file in listed if file not in present]:
+        held_in = by_file(weight_map)
+        findings.extend(
+            _missing(file, names, held_in[file])
+            if file.endswith(".safetensors")
+            else _not_readable(file, held_in[file])
+            for file in unread
+        )
     series = {found for file in listed if (found := _series(file)) is not None}
     siblings = [file for file in present if file not in listed and _series(file) in series]
     findings.extend(_unlisted(file) for file in siblings)

@@ -1,0 +1,20 @@
+"""No cyclic garbage collection while very many small objects without cycles are made: it would only walk over them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Switches the collector off for the duration, and back on only if it was on."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
