@@ -22,7 +22,7 @@ from firstlight.engine.weights.index import (
     read_index,
     read_object,
 )
-from firstlight.engine.weights.shards import PICKLES, shard_files
+from firstlight.engine.weights.shards import OTHER_FORMATS, PICKLES, nothing, shard_files
 from firstlight.engine.weights.slices import byte_runs
 from firstlight.engine.weights.uncollected import uncollected
 
@@ -49,6 +49,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def _open(cls, directory: Path) -> Checkpoint:
         names = _names(directory)
+        endings = {Path(name).suffix.lower() for name in names}
+        if "config.json" not in names and ".safetensors" not in endings and not endings.isdisjoint(OTHER_FORMATS):
+            raise Refused(nothing(directory, names))
         config, twice = read_object(directory, "config.json", CONFIG_LIMIT_BYTES)
         index = read_index(directory)
         files, findings = shard_files(directory, names, index)

@@ -85,14 +85,14 @@ def _decode(text: bytes) -> Any:
 
 
 def _absent(directory: Path, name: str) -> Finding:
-    return fatal(
-        "missing-side-file",
-        f"{directory} has no {name}",
-        file=name,
-        expected=name,
-        found=", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "an empty directory",
-        next=f"fetch {name} of the release",
-    )
+    there = sorted(entry.name for entry in directory.iterdir())
+    found, way = ", ".join(there[:8]) or "an empty directory", f"fetch {name} of the release"
+    if (directory / name).is_symlink():
+        found = f"a link to {(directory / name).readlink()}, which is not there"
+        way = f"fetch {name} itself, or copy the link's target along"
+    elif alike := next((entry for entry in there if entry.lower() == name.lower()), None):
+        found, way = f"{alike}, spelt otherwise", f"rename {alike} to {name}"
+    return fatal("missing-side-file", f"{directory} has no {name}", file=name, expected=name, found=found, next=way)
 
 
 def _bad(name: str, problem: str, expected: str, found: str) -> Finding:

@@ -12,7 +12,17 @@ from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.weights.index import INDEX, Index, by_file, held
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_FORMATS = {
+    **dict.fromkeys(PICKLES, "pickled weights, which could run code"),
+    ".gguf": "GGUF, weights in formats of their own",
+    ".ggml": "GGML, weights in formats of their own",
+    ".h5": "Keras or TensorFlow weights",
+    ".msgpack": "Flax weights",
+    ".onnx": "an ONNX graph",
+    ".npz": "numpy arrays",
+}
 SINGLE = "model.safetensors"
+CONSOLIDATED = "consolidated"  # how the file names of a vendor's own second copy begin
 _UNFINISHED = (".incomplete", ".part", ".partial", ".tmp", ".aria2", ".crdownload", ".download")
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 _MOST_NAMED = 1000  # absent shards that are named one by one
@@ -28,7 +38,7 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
     else:
         files, findings = _by_name(names, present)
     if not files and not findings:
-        raise Refused(_nothing(directory, names, index))
+        raise Refused(nothing(directory, names, index))
     return files, [*findings, *_links(directory, files)]
 
 
@@ -55,14 +65,18 @@ def _by_index(
     files = sorted([file for file in listed if file in present] + siblings)
     aside = [file for file in present if file not in files]
     instead = any(finding.code == "missing-shard" for finding in findings) and SINGLE in aside
-    findings.extend(_aside(file, "the index does not list it", whole=instead) for file in aside)
+    findings.extend(_aside(aside, "the index does not list", files, whole=instead))
     return files, findings
 
 
 def _by_name(names: tuple[str, ...], present: list[str]) -> tuple[list[str], list[Finding]]:
     if SINGLE in present:
-        return [SINGLE], [_aside(file, f"{SINGLE} is there") for file in present if file != SINGLE]
+        return [SINGLE], [*_aside([file for file in present if file != SINGLE], "beside the whole model", [SINGLE])]
+    copies = [file for file in present if file.startswith(CONSOLIDATED)]
     findings: list[Finding] = []
+    if copies and len(copies) < len(present):
+        present = [file for file in present if file not in copies]
+        findings.extend(_aside(copies, "by its name a second copy", present))
     for numbers in sorted({found for file in present if (found := _series(file)) is not None}):
         absent = _absent_of(numbers, set(present))
         if len(absent) <= _MOST_NAMED:
@@ -150,26 +164,44 @@ def _unlisted_and_absent(absent: list[str]) -> Finding:
     )
 
 
-def _aside(file: str, reason: str, whole: bool = False) -> Finding:
-    way = f"delete {INDEX} if {SINGLE} is the whole model" if whole else "delete it if it is a stale copy"
-    return warning(
+def _aside(files: list[str], reason: str, used: list[str], whole: bool = False) -> Iterator[Finding]:
+    """Files of weights that are not read, and which are read in their place."""
+    if not files:
+        return
+    shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    instead = f"{used[0]}{f' to {used[-1]}' if len(used) > 1 else ''}" if used else "nothing"
+    way = f"delete {INDEX} if {SINGLE} is the whole model" if whole else "delete what is a stale copy"
+    yield warning(
         "shadowed-file",
-        f"{file} is not read: {reason}",
-        file=file,
+        f"not read: {shown} ({reason}); what is read is {instead}",
+        file=files[0],
         expected="one set of weights",
-        found=f"{file} beside it",
-        next=way + ("; other tools read model.safetensors first" if file == SINGLE else ""),
+        found=f"{shown} beside {instead}",
+        next=way + ("; other tools read model.safetensors first" if SINGLE in files else ""),
     )
 
 
-def _nothing(directory: Path, names: tuple[str, ...], index: Index | None) -> Finding:
+def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -> Finding:
+    """The finding for a directory without weights that can be read: what is there in their place."""
+    others = {name: kind for name in names if (kind := OTHER_FORMATS.get(Path(name).suffix.lower()))}
+    started = [name for name in names if name.endswith(_UNFINISHED)]
+    misspelt = [name for name in names if name.lower().endswith(".safetensors") and not name.endswith(".safetensors")]
+    found, way, kind = "no weights", "fetch the safetensors files of the release", ""
+    if misspelt:
+        found, way = f"{misspelt[0]}, whose name ends in other letters", "rename the files: names end in .safetensors"
+    elif started:
+        found, way = f"unfinished downloads: {', '.join(started[:4])}", "finish the download; a part is not read"
+    elif others:
+        found, kind = ", ".join(list(others)[:8]), f" ({next(iter(others.values()))})"
+        other = "pickled weights" if Path(next(iter(others))).suffix.lower() in PICKLES else "other formats"
+        way = f"fetch the safetensors files of the release; {other} are not read"
     return fatal(
         "missing-shard",
-        f"{directory} holds no .safetensors file",
+        f"{directory} holds no .safetensors file" + (f", but {found}{kind}" if found != "no weights" else ""),
         file=str(directory),
         expected=f"{SINGLE}, or shards with an index" if index is None else "the shards, and an index that lists them",
-        found=", ".join(name for name in names if name.endswith(PICKLES)) or "no weights",
-        next="fetch the safetensors files; pickled weights are not read",
+        found=found,
+        next=way,
     )
 
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.index import INDEX
 from tests.engine.weights.files import LLAMA, directory, raw, shard, write_index
+from tests.engine.weights.opening import codes, complete, only, refused
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SHARDS = {
@@ -35,38 +35,6 @@ SHARDS = {
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return directory(tmp_path / "model", SHARDS)
-
-
-def only(home: Path) -> Finding:
-    """The one finding of a directory that can be opened; it says all that a person needs."""
-    (finding,) = Checkpoint.open(home).findings
-    complete(finding)
-    return finding
-
-
-def complete(finding: Finding) -> None:
-    assert finding.file
-    assert finding.message
-    if finding.severity != "note":
-        assert finding.expected is not None
-        assert finding.found is not None
-        assert finding.next
-        assert finding.expected != finding.found
-
-
-def codes(home: Path) -> list[tuple[str, str]]:
-    found = Checkpoint.open(home).findings
-    for finding in found:
-        complete(finding)
-    return [(finding.code, finding.severity) for finding in found]
-
-
-def refused(home: str | Path) -> Finding:
-    with pytest.raises(Refused) as caught:
-        Checkpoint.open(home)
-    (finding,) = caught.value.findings
-    complete(finding)
-    return finding
 
 
 def test_a_sound_directory_has_no_findings(home: Path) -> None:
@@ -94,37 +62,7 @@ def test_bytes_are_those_of_the_file(home: Path) -> None:
         checkpoint.read_bytes(tensor.name)
 
 
-# Places that are no checkpoint
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    assert refused(tmp_path / "absent").code == "not-found"
-    (tmp_path / "file").write_text("x")
-    assert refused(tmp_path / "file").found == "a file"
-    assert refused("~no-such-user/model").code == "not-found"
-    assert refused("a\0b").code == "not-found"
-    assert refused("s3://bucket/model").code == "not-available"
-
-
-def test_an_empty_directory(tmp_path: Path) -> None:
-    finding = refused(tmp_path)
-    assert finding.code == "missing-side-file"
-    assert finding.found == "an empty directory"
-
-
-def test_a_configuration_and_no_weights(tmp_path: Path) -> None:
-    finding = refused(directory(tmp_path / "model", {}, index=False))
-    assert finding.code == "missing-shard"
-    assert finding.found == "no weights"
-
-
-def test_only_pickles(tmp_path: Path) -> None:
-    home = directory(tmp_path / "model", {}, index=False)
-    (home / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    finding = refused(home)
-    assert finding.code == "missing-shard"
-    assert finding.found == "pytorch_model.bin"
-    assert "pickled weights are not read" in str(finding.next)
+# Configuration
 
 
 def test_pickles_and_code_beside_weights_are_notes(home: Path) -> None:
@@ -262,8 +200,12 @@ def test_a_consolidated_copy_is_one_finding(home: Path) -> None:
     )
     finding = only(home)
     assert (finding.code, finding.severity) == ("shadowed-file", "warning")
+    assert f"what is read is {FIRST} to {SECOND}" in finding.message
     (home / INDEX).unlink()
-    assert codes(home) == [("duplicate-tensor", "fatal"), ("duplicate-tensor", "fatal")]
+    assert only(home).message == finding.message.replace("the index does not list", "by its name a second copy")
+    assert Checkpoint.open(home).shards == (FIRST, SECOND)
+    (home / SECOND).unlink()
+    assert codes(home) == [("shadowed-file", "warning"), ("missing-shard", "fatal")], "a copy does not fill in"
 
 
 def test_a_single_file_beside_a_stale_index(tmp_path: Path) -> None:
@@ -280,6 +222,14 @@ def test_a_single_file_beside_others_without_an_index(tmp_path: Path) -> None:
     finding = only(home)
     assert (finding.code, finding.file) == ("shadowed-file", "adapter.safetensors")
     assert set(Checkpoint.open(home).tensors) == {"a"}
+
+
+def test_many_files_that_are_left_aside_are_one_finding(tmp_path: Path) -> None:
+    others = {f"model-0000{n}-of-00005.safetensors": {"a": [2]} for n in range(1, 6)}
+    home = directory(tmp_path / "model", {"model.safetensors": {"a": [2]}, **others}, index=False)
+    finding = only(home)
+    assert (finding.code, finding.severity) == ("shadowed-file", "warning")
+    assert "and 2 more (beside the whole model); what is read is model.safetensors" in finding.message
 
 
 @pytest.mark.parametrize(
