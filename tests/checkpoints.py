@@ -10,55 +10,19 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-VOCAB = 131
-IMAGE_TOKEN = VOCAB - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Tiny:
-    """A tiny model: its raw configuration, the length of the prompts it is tried with, its pictures, and its files."""
-
-    config: Mapping[str, Any]
-    tokens: int = 24
-    picture_tokens: int = 0
-    shards: int = 1
-    stored: torch.dtype = torch.float32
-    fields: Mapping[str, Any] = field(default_factory=dict)  # set on the saved config.json; None removes a key
-
-
-def _llama(**more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        **more,
-    }
-
-
-def _rope(kind: str, theta: float = 10000.0, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+from tests import families
+from tests.families.tiny import IMAGE_TOKEN, Tiny, llama, rope
 
 
 def _longrope(**more: Any) -> dict[str, Any]:
-    return _llama(
-        **_rope(
+    return llama(
+        **rope(
             "longrope",
             short_factor=[1.0, 1.1, 1.3, 1.7],
             long_factor=[1.5, 3.0, 6.0, 9.0],
@@ -70,7 +34,7 @@ def _longrope(**more: Any) -> dict[str, Any]:
 
 
 def _deepseek(**more: Any) -> dict[str, Any]:
-    return _llama(
+    return llama(
         **{
             "model_type": "deepseek_v3",
             "num_key_value_heads": 4,
@@ -95,7 +59,7 @@ def _deepseek(**more: Any) -> dict[str, Any]:
 
 
 def _qwen3_moe(**more: Any) -> dict[str, Any]:
-    return _llama(
+    return llama(
         **{
             "model_type": "qwen3_moe",
             "head_dim": 12,
@@ -136,20 +100,20 @@ def _llava(tower: str, text: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 # One line a case. Lengths are chosen so that windows and trained lengths are crossed where the case is about them.
 TINY: dict[str, Tiny] = {
-    "llama": Tiny(_llama(), shards=2),
-    "llama-biases": Tiny(_llama(attention_bias=True, mlp_bias=True, head_dim=6, hidden_act="gelu")),
-    "llama-tied": Tiny(_llama(tie_word_embeddings=True)),
-    "llama-vocab257": Tiny(_llama(vocab_size=257)),
-    "llama-thirds": Tiny(_llama(vocab_size=257, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)),
-    "llama-bf16": Tiny(_llama(attention_bias=True), shards=2, stored=torch.bfloat16),
-    "llama-theta": Tiny(_llama(max_position_embeddings=8192, num_hidden_layers=2, **_rope("default", 500000.0)), 4200),
-    "llama-rope-linear": Tiny(_llama(max_position_embeddings=256, **_rope("linear", factor=4.0)), 96),
-    "llama-rope-dynamic": Tiny(_llama(**_rope("dynamic", factor=2.0)), 110),
+    "llama": Tiny(llama(), shards=2),
+    "llama-biases": Tiny(llama(attention_bias=True, mlp_bias=True, head_dim=6, hidden_act="gelu")),
+    "llama-tied": Tiny(llama(tie_word_embeddings=True)),
+    "llama-vocab257": Tiny(llama(vocab_size=257)),
+    "llama-thirds": Tiny(llama(vocab_size=257, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)),
+    "llama-bf16": Tiny(llama(attention_bias=True), shards=2, stored=torch.bfloat16),
+    "llama-theta": Tiny(llama(max_position_embeddings=8192, num_hidden_layers=2, **rope("default", 500000.0)), 4200),
+    "llama-rope-linear": Tiny(llama(max_position_embeddings=256, **rope("linear", factor=4.0)), 96),
+    "llama-rope-dynamic": Tiny(llama(**rope("dynamic", factor=2.0)), 110),
     "llama-rope-llama3": Tiny(
-        _llama(
+        llama(
             max_position_embeddings=8192,
             num_hidden_layers=2,
-            **_rope(
+            **rope(
                 "llama3",
                 500000.0,
                 factor=8.0,
@@ -161,12 +125,12 @@ TINY: dict[str, Tiny] = {
         4200,
     ),
     "llama-older-keys": Tiny(
-        _llama(max_position_embeddings=8192, num_hidden_layers=2),
+        llama(max_position_embeddings=8192, num_hidden_layers=2),
         4200,
         fields={"rope_parameters": None, "rope_theta": 70000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
     ),
     "llama-rope-yarn": Tiny(
-        _llama(max_position_embeddings=256, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)), 150
+        llama(max_position_embeddings=256, **rope("yarn", factor=4.0, original_max_position_embeddings=64)), 150
     ),
     "llama-rope-short": Tiny(_longrope(max_position_embeddings=64), 24),
     "llama-rope-long": Tiny(_longrope(max_position_embeddings=256), 70),
@@ -183,14 +147,12 @@ TINY: dict[str, Tiny] = {
             "original_max_position_embeddings": 64,
         },
     ),
-    "mistral": Tiny(_llama(model_type="mistral", sliding_window=7, head_dim=8), 40),
-    "mistral-full": Tiny(_llama(model_type="mistral", sliding_window=None, head_dim=8), 40),
-    "qwen2": Tiny(_llama(model_type="qwen2", use_sliding_window=False, tie_word_embeddings=True)),
-    "qwen2-window": Tiny(
-        _llama(model_type="qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1), 40
-    ),
-    "qwen3": Tiny(_llama(model_type="qwen3", head_dim=12, **_rope("default", 1000000.0))),
-    "qwen3-bias": Tiny(_llama(model_type="qwen3", head_dim=12, attention_bias=True, tie_word_embeddings=True)),
+    "mistral": Tiny(llama(model_type="mistral", sliding_window=7, head_dim=8), 40),
+    "mistral-full": Tiny(llama(model_type="mistral", sliding_window=None, head_dim=8), 40),
+    "qwen2": Tiny(llama(model_type="qwen2", use_sliding_window=False, tie_word_embeddings=True)),
+    "qwen2-window": Tiny(llama(model_type="qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1), 40),
+    "qwen3": Tiny(llama(model_type="qwen3", head_dim=12, **rope("default", 1000000.0))),
+    "qwen3-bias": Tiny(llama(model_type="qwen3", head_dim=12, attention_bias=True, tie_word_embeddings=True)),
     "qwen3_moe": Tiny(_qwen3_moe(), shards=3),
     "qwen3_moe-step": Tiny(
         _qwen3_moe(
@@ -199,9 +161,9 @@ TINY: dict[str, Tiny] = {
         40,
     ),
     "qwen3_moe-bf16": Tiny(_qwen3_moe(num_hidden_layers=2), stored=torch.bfloat16),
-    "mixtral": Tiny(_llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "mixtral": Tiny(llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "mixtral-window": Tiny(
-        _llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=9), 40
+        llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=9), 40
     ),
     "deepseek_v3": Tiny(_deepseek(), shards=2),
     "deepseek_v3-full-q": Tiny(_deepseek(q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False)),
@@ -209,7 +171,7 @@ TINY: dict[str, Tiny] = {
     "deepseek_v3-yarn": Tiny(
         _deepseek(
             rope_interleave=False,
-            **_rope(
+            **rope(
                 "yarn",
                 factor=40.0,
                 mscale=1.0,
@@ -222,7 +184,7 @@ TINY: dict[str, Tiny] = {
         150,
     ),
     "gemma2": Tiny(
-        _llama(
+        llama(
             model_type="gemma2",
             head_dim=12,
             query_pre_attn_scalar=20,
@@ -234,7 +196,7 @@ TINY: dict[str, Tiny] = {
         40,
     ),
     "gemma2-uncapped": Tiny(
-        _llama(
+        llama(
             model_type="gemma2",
             head_dim=6,
             query_pre_attn_scalar=6,
@@ -245,11 +207,11 @@ TINY: dict[str, Tiny] = {
             attention_bias=True,
         )
     ),
-    "llava-clip": Tiny(_llava("clip", _llama()), picture_tokens=9, shards=2),
+    "llava-clip": Tiny(_llava("clip", llama()), picture_tokens=9, shards=2),
     "llava-siglip": Tiny(
         _llava(
             "siglip",
-            _llama(model_type="qwen2", use_sliding_window=False, tie_word_embeddings=True),
+            llama(model_type="qwen2", use_sliding_window=False, tie_word_embeddings=True),
             vision_feature_select_strategy="full",
             vision_feature_layer=-1,
         ),
@@ -258,7 +220,7 @@ TINY: dict[str, Tiny] = {
     "llava-layers": Tiny(
         _llava(
             "clip",
-            _llama(model_type="mistral", sliding_window=None, head_dim=8),
+            llama(model_type="mistral", sliding_window=None, head_dim=8),
             vision_feature_layer=[-3, -1],
             vision_feature_select_strategy="full",
             multimodal_projector_bias=False,
@@ -269,6 +231,7 @@ TINY: dict[str, Tiny] = {
     "llava-moe": Tiny(
         _llava("siglip", _qwen3_moe(num_hidden_layers=2), vision_feature_select_strategy="full"), picture_tokens=9
     ),
+    **families.TINY,
 }
 
 

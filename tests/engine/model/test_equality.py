@@ -15,6 +15,7 @@ import torch
 from firstlight.engine.weights.safetensors_file import read, write
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.workbench.golden import Golden
+from tests import families
 from tests.checkpoints import TINY, edit_config, inputs
 from tests.engine.direct import Direct, flatten
 
@@ -111,7 +112,10 @@ def test_other_names_for_the_same_tensors(
     np.testing.assert_array_equal(found["logits"], expected["logits"])
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek_v3", "llama-rope-yarn", "qwen3_moe-step"])
+STEPPED = ("llama", "mistral", "gemma2", "deepseek_v3", "llama-rope-yarn", "qwen3_moe-step", *families.STEPPED)
+
+
+@pytest.mark.parametrize("name", STEPPED)
 def test_chunks_and_single_steps_give_what_one_pass_gives(name: str, checkpoint: Callable[[str], Path]) -> None:
     """A prompt in two chunks, then token by token, over the cache: the same logits as all tokens at once."""
     ids = inputs(name, batch=1)["input_ids"][0]

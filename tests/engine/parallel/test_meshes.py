@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from firstlight.engine.parallel.mesh import Mesh
+from tests import families
 from tests.checkpoints import inputs
 from tests.engine.direct import Direct
 from tests.engine.ranks import Job, run_everything
@@ -34,6 +35,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "llava-clip": ("tp2", "pp2", "tp2 pp2"),
     "llava-moe": ("ep2", "tp2 ep2"),
     "llava-siglip": ("tp2", "pp2"),
+    **families.MESHES,
 }
 CASES = [(name, mesh) for name, meshes in MESHES.items() for mesh in meshes]
 
