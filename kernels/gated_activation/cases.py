@@ -60,6 +60,7 @@ CASES: tuple[ActivationCase, ...] = (
     ActivationCase(3, 100, "sigmoid"),
     ActivationCase(2, 1000, "silu", magnitude=30.0),
     ActivationCase(2, 1000, "gelu_tanh", magnitude=30.0),
+    ActivationCase(2, 1000, "situ", magnitude=30.0, parameters=(1.5, 7.0)),
     ActivationCase(16, 1536, "silu", benchmark=True),
     ActivationCase(64, 14336, "silu", benchmark=True),
     ActivationCase(4096, 14336, "silu", benchmark=True),

@@ -12,5 +12,7 @@ from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
 def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     """activation(gate) * up, the activation rounded before the product (see the reference for the contract)."""
+    if split(activation)[0] in PAIRED:
+        return reference.gated_activation(gate_up_T2F, activation)
     gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
     return ACTIVATIONS[activation](gate_TF).mul_(up_TF)

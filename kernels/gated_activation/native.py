@@ -10,9 +10,8 @@ from torch import Tensor
 
 from firstlight.kernels.native.build import function
 
-KINDS: Mapping[str, int] = MappingProxyType(
-    {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 6}
-)
+_NAMES = "silu gelu gelu_tanh quick_gelu relu relu2 sigmoid clamped capped situ"
+KINDS: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(_NAMES.split())})
 """The numbers of `Kind` in native.cpp."""
 
 
@@ -22,7 +21,8 @@ def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     x_T2F = gate_up_T2F.contiguous()
     F = x_T2F.shape[-1] // 2
     y_TF = torch.empty((*x_T2F.shape[:-1], F), dtype=torch.bfloat16)
-    function("gated_activation", "ppllii")(
-        x_T2F.data_ptr(), y_TF.data_ptr(), x_T2F.numel() // max(1, 2 * F), F, KINDS[activation], torch.get_num_threads()
+    rows, numbers = x_T2F.numel() // max(1, 2 * F), (*parameters, 0.0, 0.0, 0.0)[:3]
+    function("gated_activation", "ppllfffii")(
+        x_T2F.data_ptr(), y_TF.data_ptr(), rows, F, *numbers, KINDS[activation], torch.get_num_threads()
     )
     return y_TF

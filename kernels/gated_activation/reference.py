@@ -39,8 +39,11 @@ def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     """Apply the activation to the gate half and multiply by the other half.
 
     `gate_up_T2F` [..., 2F] holds [gate | up] along the last dim; the result is [..., F] in the same dtype, computed in
-    float32 and rounded once. `activation` is a key of `ACTIVATIONS`; another name is a KeyError. Shazeer,
-    arXiv:2002.05202. Not covered: clamped variants.
+    float32 and rounded once. `activation` is a key of `ACTIVATIONS` or one of `PAIRED` with its numbers; another name is
+    a KeyError. Shazeer, arXiv:2002.05202. Not covered: clamped variants.
     """
     gate_TF, up_TF = gate_up_T2F.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[activation](gate_TF) * up_TF).to(gate_up_T2F.dtype)
+    kind, numbers = split(activation)
+    if kind in PAIRED:
+        return PAIRED[kind](gate_TF, up_TF, *numbers).to(gate_up_T2F.dtype)
+    return (ACTIVATIONS[kind](gate_TF) * up_TF).to(gate_up_T2F.dtype)

@@ -34,11 +34,34 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def bounded(x, b):
+    """b tanh(x / b) of a float32 block: tanh u = 2 sigmoid(2 u) - 1."""
+    return b * (2.0 * tl.sigmoid(2.0 * x / b) - 1.0)
+
+
+@triton.jit
+def combine(gate, up, a, b, c, ACTIVATION: tl.constexpr):
+    """The two halves, float32 blocks, by the activation's name and its numbers."""
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, a)
+        return gate * tl.sigmoid(b * gate) * (tl.minimum(tl.maximum(up, -a), a) + c)
+    elif ACTIVATION == "capped":
+        return tl.minimum(gate * tl.sigmoid(gate), a) * tl.minimum(tl.maximum(up, -a), a)
+    elif ACTIVATION == "situ":
+        return bounded(gate, a) * tl.sigmoid(gate) * bounded(up, b)
+    else:
+        return activate(gate, ACTIVATION) * up
+
+
+@triton.jit
 def _gated_activation_kernel(
     gate_up_ptr,
     out_ptr,
     width,
     row_stride,
+    a,
+    b,
+    c,
     ACTIVATION: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -47,7 +70,7 @@ def _gated_activation_kernel(
     inside = column < width
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    out = activate(gate, ACTIVATION) * up
+    out = combine(gate, up, a, b, c, ACTIVATION)
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -61,7 +84,8 @@ def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     block = min(1024, triton.next_power_of_2(width))
+    numbers = (*parameters, 0.0, 0.0, 0.0)[:3]
     _gated_activation_kernel[(rows.shape[0], triton.cdiv(width, block))](
-        rows, out, width, rows.stride(0), ACTIVATION=activation, BLOCK_F=block
+        rows, out, width, rows.stride(0), *numbers, ACTIVATION=activation, BLOCK_F=block
     )
     return out
