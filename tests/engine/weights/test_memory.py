@@ -12,15 +12,12 @@ import pytest
 import torch
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights.memory import (
+from firstlight.engine.weights.memory import Pool, aligned, measure_read_bandwidth, writable_bytes
+from firstlight.engine.weights.pages import (
     HUGE_FROM_BYTES,
     HUGE_PAGE_BYTES,
-    Pool,
-    aligned,
     available_bytes,
     huge_page_bytes,
-    measure_read_bandwidth,
-    writable_bytes,
 )
 
 

@@ -1,0 +1,232 @@
+"""Anonymous memory whose pages the system provides ahead of use, in the background, huge if given. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from weakref import ref
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal
+
+HUGE_PAGE_BYTES = 2 << 20
+HUGE_FROM_BYTES = 32 << 20  # smaller ranges are not rounded up to whole huge pages, which would cost more than 6 %
+SLOW_HUGE_PAGE_S = 1e-3
+LAST_PAGES = 4  # that tell the pace
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_COLLAPSE = 25  # Linux 6.1
+
+
+class Pages:
+    """A range of zeroed memory that starts on a huge page; threads of its own back it from its start to its end.
+
+    The memory goes back when the last view of `area` is gone. `reason` says why huge pages were not waited for.
+    """
+
+    def __init__(self, nbytes: int, name: str, huge_pages: bool = True) -> None:
+        """Maps `nbytes`; nothing is backed yet. Raises `Refused` where the machine does not have that much memory."""
+        available = available_bytes()
+        if available is not None and nbytes > available:
+            raise Refused(does_not_fit(name, nbytes, f"{available} bytes available"))
+        unit = HUGE_PAGE_BYTES if huge_pages and nbytes >= HUGE_FROM_BYTES else mmap.PAGESIZE
+        self.nbytes = nbytes
+        self.length = max(1, -(-nbytes // unit)) * unit
+        # A huge page more at each end than needed: room to align, and the range stays an area of its own in smaps.
+        try:
+            self.area = mmap.mmap(-1, self.length + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise Refused(does_not_fit(name, nbytes, str(error))) from error
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.area))
+        self.start = HUGE_PAGE_BYTES - address % HUGE_PAGE_BYTES
+        self.reason: str | None = None
+        self.backing_s = 0.0  # from the first page asked for to the last one given
+        self.waited_s = 0.0  # of it, what callers of `wait` stood still
+        self._address = address + self.start
+        self._madvise = madvise()
+        self._changed = threading.Condition()
+        self._workers: list[threading.Thread] = []
+        self._frontier = 0
+        self._apart: dict[int, int] = {}  # blocks done beyond the frontier: start -> end
+        self._stop = False
+        self._ask_for_huge(huge_pages)
+
+    def back(self, threads: int = 1, slow_huge_page_s: float = SLOW_HUGE_PAGE_S) -> None:
+        """Begin to back all of the range, in order, by `threads` threads; returns at once.
+
+        Where huge pages take longer than `slow_huge_page_s` each, the rest is backed by small ones.
+        """
+        assert not self._workers, "backing has begun already"
+        blocks, pace, started_s = self._blocks(), _Pace(slow_huge_page_s), time.perf_counter()
+        # Making a thread needs the lock on the address space that backing pages holds: all are there before any begins.
+        ready = threading.Barrier(threads)
+
+        def work() -> None:
+            ready.wait()
+            while (block := self._next(blocks, pace)) is not None:
+                before_s = time.thread_time()
+                self._back(*block)
+                pace.took(time.thread_time() - before_s, block[1])
+                self._done(*block)
+            self._leave(pace, started_s)
+
+        self._workers = [threading.Thread(target=work, name=f"pages-{n}", daemon=True) for n in range(threads)]
+        for worker in self._workers:
+            worker.start()
+
+    def wait(self, nbytes: int | None = None) -> None:
+        """Return when the first `nbytes` (all of it: None) are backed, or `stop` was called; at once without `back`."""
+        if not self._workers:
+            return
+        wanted, started_s = self.length if nbytes is None else min(nbytes, self.length), time.perf_counter()
+        if self._frontier < wanted:
+            with self._changed:
+                self._changed.wait_for(lambda: self._frontier >= wanted or self._stop)
+            self.waited_s += time.perf_counter() - started_s
+        if wanted == self.length:
+            for worker in self._workers:
+                worker.join()
+
+    def stop(self) -> None:
+        """Back no more pages; what is backed stays."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+
+    def join_page(self, offset: int) -> bool:
+        """Have the system put a huge page in the place of small ones at `offset`; False if it never will."""
+        failed = self._madvise(self._address + offset, HUGE_PAGE_BYTES, MADV_COLLAPSE) != 0
+        return not self._stop and not (failed and ctypes.get_errno() == errno.EINVAL)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        for offset in range(0, self.length, HUGE_PAGE_BYTES):
+            yield offset, min(HUGE_PAGE_BYTES, self.length - offset)
+
+    def _next(self, blocks: Iterator[tuple[int, int]], pace: _Pace) -> tuple[int, int] | None:
+        with self._changed:
+            if self._stop:
+                return None
+            if pace.turns_slow():
+                self._ask_for_huge(False)
+            return next(blocks, None)
+
+    def _done(self, offset: int, nbytes: int) -> None:
+        with self._changed:
+            self._apart[offset] = offset + nbytes
+            while self._frontier in self._apart:
+                self._frontier = self._apart.pop(self._frontier)
+            self._changed.notify_all()
+
+    def _leave(self, pace: _Pace, started_s: float) -> None:
+        """What the last worker says: how long it took, and whether huge pages were given up."""
+        with self._changed:
+            self.backing_s = time.perf_counter() - started_s
+            if pace.is_slow and self.reason is None:
+                self._ask_for_huge(True)  # the kernel may join small pages when it sees to it
+                self.reason = (
+                    f"the system took {pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are used "
+                    "for now; join_pages joins them"
+                )
+
+    def _back(self, offset: int, nbytes: int) -> None:
+        if self._madvise(self._address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
+            view = memoryview(self.area)
+            for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
+                view[page] = 0
+
+    def _ask_for_huge(self, wanted: bool) -> None:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.area.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE, self.start, self.length)
+
+
+def join(pages: ref[Pages]) -> None:
+    """Put huge pages in the place of small ones, milliseconds each, while somebody holds `pages`; from Linux 6.1 on."""
+    held = pages()
+    nbytes = held.nbytes if held is not None else 0
+    del held
+    for offset in range(0, nbytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+        held = pages()
+        if held is None or not held.join_page(offset):
+            return
+        del held
+
+
+class _Pace:
+    """How long the last huge pages took, in time of the thread's own: being interrupted does not count.
+
+    Zeroing one takes 0.1 to 0.2 ms. Where the host of a virtual machine has yet to find the memory, each takes
+    milliseconds, while small pages may come from memory that is there.
+    """
+
+    def __init__(self, slow_s: float) -> None:
+        self.slow_s = slow_s
+        self.is_slow = False
+        self.slow_page_s = 0.0
+        self._took_s: list[float] = []
+
+    def took(self, seconds: float, nbytes: int) -> None:
+        if not self.is_slow and nbytes == HUGE_PAGE_BYTES:
+            self._took_s = [*self._took_s[1 - LAST_PAGES :], seconds]
+
+    def turns_slow(self) -> bool:
+        """Whether it has become slow since the last question; it never becomes fast again."""
+        slow = sum(seconds > self.slow_s for seconds in self._took_s)
+        if self.is_slow or slow * 4 < LAST_PAGES * 3:
+            return False
+        self.is_slow, self.slow_page_s = True, statistics.median_high(self._took_s)
+        return True
+
+
+def madvise() -> Callable[[int, int, int], int]:
+    """The system call, for advice that Python's mmap module does not know; releases the interpreter lock."""
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
+def available_bytes() -> int | None:
+    """Memory this process can still get: what Linux calls available, within its cgroup's limit; None if not known."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    limits = [int(found[1]) * 1024] if found else []
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        limits.append(max(0, int(text) - int(used.read_text())))
+    return min(limits, default=None)
+
+
+def huge_page_bytes(address: int, nbytes: int) -> tuple[int | None, str | None]:
+    """Bytes of a range of this process that huge pages back, from /proc/self/smaps; or None and why it is not known."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        return None, "this system has no /proc/self/smaps"
+    total = 0
+    inside = False
+    for line in smaps.read_text().splitlines():
+        if not line[0].isupper():  # `7f0000000000-7f0000200000 rw-p ...`: an area; what follows are its figures
+            first, _, end = line.partition(" ")[0].partition("-")
+            inside = int(first, 16) < address + nbytes and address < int(end, 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            total += int(line.split()[1]) * 1024
+    return min(total, nbytes), None
+
+
+def does_not_fit(name: str, nbytes: int, found: str) -> Finding:
+    """The finding for memory that is not there."""
+    return fatal(
+        "does-not-fit",
+        f"the pool '{name}' cannot be reserved",
+        expected=f"{nbytes} bytes of memory",
+        found=found,
+        next="run `firstlight plan` for a layout that fits: more ranks, a shorter context or fewer sequences",
+    )
