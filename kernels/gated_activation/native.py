@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from firstlight.kernels.gated_activation.names import split
 from firstlight.kernels.native.build import function
 
 _NAMES = "silu gelu gelu_tanh quick_gelu relu relu2 sigmoid clamped capped situ"
@@ -21,8 +22,10 @@ def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     x_T2F = gate_up_T2F.contiguous()
     F = x_T2F.shape[-1] // 2
     y_TF = torch.empty((*x_T2F.shape[:-1], F), dtype=torch.bfloat16)
-    rows, numbers = x_T2F.numel() // max(1, 2 * F), (*parameters, 0.0, 0.0, 0.0)[:3]
+    kind, numbers = split(activation)
+    first, second, third = (*numbers, 0.0, 0.0, 0.0)[:3]
+    rows = x_T2F.numel() // max(1, 2 * F)
     function("gated_activation", "ppllfffii")(
-        x_T2F.data_ptr(), y_TF.data_ptr(), rows, F, *numbers, KINDS[activation], torch.get_num_threads()
+        x_T2F.data_ptr(), y_TF.data_ptr(), rows, F, first, second, third, KINDS[kind], torch.get_num_threads()
     )
     return y_TF

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firstlight.kernels.gated_activation.names import split
+
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
@@ -84,8 +86,9 @@ def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     block = min(1024, triton.next_power_of_2(width))
-    numbers = (*parameters, 0.0, 0.0, 0.0)[:3]
+    kind, numbers = split(activation)
+    first, second, third = (*numbers, 0.0, 0.0, 0.0)[:3]
     _gated_activation_kernel[(rows.shape[0], triton.cdiv(width, block))](
-        rows, out, width, rows.stride(0), *numbers, ACTIVATION=activation, BLOCK_F=block
+        rows, out, width, rows.stride(0), first, second, third, ACTIVATION=kind, BLOCK_F=block
     )
     return out
