@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.inputs.prepare import Prepared
+from firstlight.engine.weights.safetensors_file import Tagged
 from firstlight.workbench.report import Draft, Report
 
 
@@ -17,7 +18,8 @@ def inputs_report(checkpoint: str, prepared: Prepared, out: str | None = None) -
     draft = Draft("preprocess", Path(checkpoint).name)
     count = int(prepared.input_ids.size)
     draft.check("the prompt has tokens", count > 0, value=count, unit="tokens")
-    for index, (start, tokens) in enumerate(prepared.image_spans):
+    for index, spans in enumerate(prepared.picture_spans):
+        start, tokens = spans[0][0], sum(count for _, count in spans)
         draft.check(
             f"picture {index + 1} fills placeholders", tokens > 0, value=tokens, unit="tokens", detail=f"from {start}"
         )
@@ -29,9 +31,9 @@ def inputs_report(checkpoint: str, prepared: Prepared, out: str | None = None) -
         (
             {
                 "name": name,
-                "dtype": str(array.dtype),
-                "shape": " x ".join(map(str, array.shape)),
-                "total_bytes": array.nbytes,
+                "dtype": array.tag if isinstance(array, Tagged) else str(array.dtype),
+                "shape": " x ".join(map(str, (array.bits if isinstance(array, Tagged) else array).shape)),
+                "total_bytes": (array.bits if isinstance(array, Tagged) else array).nbytes,
             }
             for name, array in prepared.arrays().items()
         ),
@@ -51,5 +53,6 @@ def add_inputs(draft: Draft, prepared: Prepared) -> None:
 
 def picture_rows(prepared: Prepared) -> Iterator[dict[str, Any]]:
     """Each picture: what was done to it, and where its tokens are in the prompt."""
-    for picture, (start, count) in zip(prepared.record.pictures, prepared.image_spans, strict=True):
-        yield {**msgspec.to_builtins(picture), "first_position": start, "tokens": count}
+    for picture, spans in zip(prepared.record.pictures, prepared.picture_spans, strict=True):
+        tokens = sum(count for _, count in spans)
+        yield {**msgspec.to_builtins(picture), "first_position": spans[0][0], "tokens": tokens, "runs": len(spans)}

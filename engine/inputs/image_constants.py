@@ -2,99 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.inputs import side_files
+from firstlight.engine.inputs.image_kinds.kind import ImageKind
+from firstlight.engine.inputs.image_kinds.registry import CLASS_OF_MODEL_TYPE, IMAGE_KINDS, kind_of
+from firstlight.engine.inputs.image_values import standard
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-HALF = (0.5, 0.5, 0.5)
-NEAREST, LANCZOS, BILINEAR, BICUBIC = 0, 1, 2, 3
-
-_COMMON: dict[str, Any] = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-
-# What transformers' classes take for a key that the file leaves out. One entry per class whose steps are those of
-# `ImageProcessor.process`. Source: transformers 5.24, models/*/image_processing_pil_*.py.
-CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "CLIPImageProcessor": {
-        **_COMMON,
-        "resample": BICUBIC,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
-        "size": {"shortest_edge": 224},
-        "crop_size": {"height": 224, "width": 224},
-        "do_center_crop": True,
-        "do_convert_rgb": True,
-        "default_to_square": False,
-    },
-    "LlavaImageProcessor": {
-        **_COMMON,
-        "resample": BICUBIC,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
-        "size": {"shortest_edge": 224},
-        "crop_size": {"height": 224, "width": 224},
-        "do_center_crop": True,
-        "do_convert_rgb": True,
-        "do_pad": False,
-        "default_to_square": False,
-    },
-    "SiglipImageProcessor": {
-        **_COMMON,
-        "resample": BICUBIC,
-        "image_mean": HALF,
-        "image_std": HALF,
-        "size": {"height": 224, "width": 224},
-        "do_convert_rgb": True,
-        "default_to_square": False,
-    },
-    "ViTImageProcessor": {
-        **_COMMON,
-        "resample": BILINEAR,
-        "image_mean": HALF,
-        "image_std": HALF,
-        "size": {"height": 224, "width": 224},
-        "default_to_square": True,
-    },
-    "BlipImageProcessor": {
-        **_COMMON,
-        "resample": BICUBIC,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
-        "size": {"height": 384, "width": 384},
-        "do_convert_rgb": True,
-        "default_to_square": True,
-    },
-}
-
-# The class transformers takes by model type where the file names none.
-CLASS_OF_MODEL_TYPE = {
-    "llava": "LlavaImageProcessor",
-    "vipllava": "CLIPImageProcessor",
-    "clip": "CLIPImageProcessor",
-    "siglip": "SiglipImageProcessor",
-    "paligemma": "SiglipImageProcessor",
-    "vit": "ViTImageProcessor",
-    "blip": "BlipImageProcessor",
-}
-
-KEYS = (
-    "do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor",
-    "do_normalize", "image_mean", "image_std", "do_pad", "pad_size", "default_to_square",
-)  # fmt: skip
-SIZE_KEYS = (
-    {"height", "width"},
-    {"shortest_edge"},
-    {"shortest_edge", "longest_edge"},
-    {"max_height", "max_width"},
-)
 # Keys whose default decides what the model sees: taking one from the class is a warning, not a note.
-WEIGHTY = frozenset({"image_mean", "image_std", "size", "crop_size", "rescale_factor", "resample"})
+WEIGHTY = frozenset(
+    {"image_mean", "image_std", "size", "crop_size", "rescale_factor", "resample", "patch_size", "merge_size"}
+    | {"temporal_patch_size", "image_grid_pinpoints", "max_image_size", "max_patches", "in_token_limit"}
+)
+# The step that a key belongs to, where a step can be off.
+STEP_OF = {
+    "image_mean": "do_normalize",
+    "image_std": "do_normalize",
+    "size": "do_resize",
+    "resample": "do_resize",
+    "crop_size": "do_center_crop",
+    "rescale_factor": "do_rescale",
+}
 
 
 class Constant(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +43,7 @@ class ImageConstants(msgspec.Struct, frozen=True, kw_only=True):
     """An image processor's constants in the form its steps use; `constants` traces each, `findings` the defaults."""
 
     class_name: str
+    kind: ImageKind
     file: str
     values: Mapping[str, Any]
     constants: tuple[Constant, ...]
@@ -118,8 +53,13 @@ class ImageConstants(msgspec.Struct, frozen=True, kw_only=True):
         return self.values.get(name)
 
 
-def read_constants(directory: str | Path) -> ImageConstants:
+def read_constants(
+    directory: str | Path, overrides: Mapping[str, Any] | None = None, overrides_source: str = ""
+) -> ImageConstants:
     """The image processor's constants of a checkpoint directory.
+
+    `overrides`: what the checkpoint's processor asks of its image processor whatever that one's file says, and
+    `overrides_source` where it does.
 
     Raises `Refused`: missing-side-file where neither processor_config.json (with an `image_processor`) nor
     preprocessor_config.json is there, unsupported-block for a class whose steps are not known, side-file-invalid for a
@@ -128,28 +68,34 @@ def read_constants(directory: str | Path) -> ImageConstants:
     """
     directory = Path(directory)
     path, prefix, config = _find(directory)
-    class_name = _class_name(directory, path, config)
-    defaults = CLASS_DEFAULTS[class_name]
+    class_name, kind = _class(directory, path, config)
+    sources = {key: f"{path.name}: {prefix}{key}" for key in kind.keys}
+    raw = {key: config.get(key) for key in kind.keys}
+    for key, value, where in kind.renamed(config, kind.defaults) if kind.renamed else ():
+        raw[key], sources[key] = value, f"{path.name}: {prefix}{where}"
+    for key, value in (overrides or {}).items():
+        raw[key], sources[key] = value, overrides_source
     values: dict[str, Any] = {}
     constants, findings = [], []
-    conflicts = _conflicts(directory, path, config)
-    for key in KEYS:
-        value, source = config.get(key), f"{path.name}: {prefix}{key}"
+    for key in kind.keys:
+        value, source = raw[key], sources[key]
         if value is None:
-            value, source = defaults.get(key), f"default of {class_name}"
+            value, source = kind.defaults.get(key), f"default of {class_name}"
             if value is not None and key in WEIGHTY:
                 findings.append(_defaulted(path, key, value, class_name))
         if value is None:
             continue
-        values[key] = _standard(path, key, value, values.get("default_to_square", defaults.get("default_to_square")))
+        to_square = values.get("default_to_square") if key == "size" else True
+        values[key] = standard(path, key, value, kind, to_square is not False)
         constants.append(Constant(name=key, value=values[key], source=source))
     _check_needed(path, values)
     return ImageConstants(
         class_name=class_name,
+        kind=kind,
         file=str(path),
         values=values,
         constants=tuple(constants),
-        findings=(*conflicts, *(f for f in findings if _is_used(f, values))),
+        findings=(*_conflicts(directory, path, config, kind), *(f for f in findings if _is_used(f, values))),
     )
 
 
@@ -171,13 +117,13 @@ def _find(directory: Path) -> tuple[Path, str, Mapping[str, Any]]:
     return path, "", config
 
 
-def _conflicts(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[Finding, ...]:
+def _conflicts(directory: Path, path: Path, config: Mapping[str, Any], kind: ImageKind) -> tuple[Finding, ...]:
     """Constants that the file which is not used says otherwise; nobody may have meant one of the two."""
     other = directory / side_files.PREPROCESSOR_CONFIG
     second = side_files.read_json_if_present(other) if other != path else None
     if second is None:
         return ()
-    keys = [key for key in KEYS if None not in (config.get(key), second.get(key)) and config[key] != second[key]]
+    keys = [key for key in kind.keys if None not in (config.get(key), second.get(key)) and config[key] != second[key]]
     return tuple(
         warning(
             "conflicting-flag",
@@ -191,15 +137,19 @@ def _conflicts(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[
     )
 
 
-def _class_name(directory: Path, path: Path, config: Mapping[str, Any]) -> str:
+def _class(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[str, ImageKind]:
+    """The class by its own name, and what it does; refused where that is not known."""
     model = side_files.read_json_if_present(directory / side_files.CONFIG) or {}
     name = config.get("image_processor_type")
     if name is None and config.get("feature_extractor_type") is not None:
         name = str(config["feature_extractor_type"]).replace("FeatureExtractor", "ImageProcessor")
+    remote = side_files.nested(config, "auto_map", "AutoImageProcessor")
+    if name is None and isinstance(remote, str):
+        name = remote.rpartition(".")[2]
     if name is None:
         name = CLASS_OF_MODEL_TYPE.get(str(model.get("model_type")))
-    base = str(name).removesuffix("Fast").removesuffix("Pil")
-    if base not in CLASS_DEFAULTS:
+    found = kind_of(str(name))
+    if found is None:
         raise Refused(
             fatal(
                 "unsupported-block",
@@ -207,12 +157,12 @@ def _class_name(directory: Path, path: Path, config: Mapping[str, Any]) -> str:
                 if name
                 else f"{path.name} names no image processor",
                 file=str(path),
-                expected=f"image_processor_type: one of {', '.join(CLASS_DEFAULTS)}",
+                expected=f"image_processor_type: one of {', '.join(IMAGE_KINDS)}",
                 found=str(name),
-                next="text works; for pictures, add the class to engine/inputs/image_constants.py and its steps",
+                next="text works; for pictures, add the class to engine/inputs/image_kinds",
             )
         )
-    return base
+    return found
 
 
 def _defaulted(path: Path, key: str, value: Any, class_name: str) -> Finding:
@@ -228,59 +178,8 @@ def _defaulted(path: Path, key: str, value: Any, class_name: str) -> Finding:
 
 def _is_used(finding: Finding, values: Mapping[str, Any]) -> bool:
     """Whether a defaulted constant belongs to a step that is on."""
-    step = {"image_mean": "do_normalize", "image_std": "do_normalize", "size": "do_resize", "resample": "do_resize"}
-    step |= {"crop_size": "do_center_crop", "rescale_factor": "do_rescale"}
-    return bool(values.get(step[finding.expected or ""]))
-
-
-def _standard(path: Path, key: str, value: Any, to_square: bool | None) -> Any:
-    """A value in the form the steps use."""
-    if key in ("size", "crop_size", "pad_size"):
-        return _size(path, key, value, to_square=to_square is not False or key != "size")
-    if key in ("image_mean", "image_std"):
-        numbers = [value] * 3 if isinstance(value, int | float) else value
-        is_valid = isinstance(numbers, Sequence) and len(numbers) == 3
-        if not is_valid or not all(isinstance(number, int | float) for number in numbers):
-            _invalid(path, key, "three numbers", value)
-        if key == "image_std" and not all(numbers):
-            _invalid(path, key, "numbers other than zero", value)
-        return tuple(float(number) for number in numbers)
-    if key == "resample":
-        if value not in range(6):
-            _invalid(path, key, "0 to 5, a filter of Pillow", value)
-        return int(value)
-    if key == "rescale_factor":
-        if not isinstance(value, int | float):
-            _invalid(path, key, "a number", value)
-        return float(value)
-    return bool(value)
-
-
-def _size(path: Path, key: str, value: Any, to_square: bool) -> dict[str, int]:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = {"height": value, "width": value} if to_square else {"shortest_edge": value}
-    elif isinstance(value, list | tuple) and len(value) == 2:
-        value = {"height": value[0], "width": value[1]}
-    expected = " or ".join(" and ".join(sorted(keys)) for keys in SIZE_KEYS)
-    if not isinstance(value, Mapping):
-        _invalid(path, key, expected, value)
-    size = {str(name): number for name, number in value.items() if number is not None}
-    allowed = SIZE_KEYS if key == "size" else SIZE_KEYS[:1]
-    if set(size) not in allowed or not all(isinstance(n, int) and n > 0 for n in size.values()):
-        _invalid(path, key, expected if key == "size" else "height and width", value)
-    return size
-
-
-def _invalid(path: Path, key: str, expected: str, value: Any) -> NoReturn:
-    raise Refused(
-        fatal(
-            "side-file-invalid",
-            f"{key} of {path.name} cannot be used",
-            file=str(path),
-            expected=expected,
-            found=str(value),
-        )
-    )
+    step = STEP_OF.get(finding.expected or "")
+    return step is None or step not in values or bool(values[step])
 
 
 def _check_needed(path: Path, values: Mapping[str, Any]) -> None:

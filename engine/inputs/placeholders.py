@@ -1,137 +1,121 @@
-"""How many placeholder tokens stand for a picture in the prompt: one entry per processor class.
+"""What stands for a picture in the prompt: how each processor class writes it, and which of its tokens are features.
 
-A new class is one function here and one line in `EXPANSIONS`; a class that is not listed is refused, not guessed at.
+A new class is one function and one line in `EXPANSIONS`; a class that is not listed is refused, not guessed at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.inputs import side_files
-from firstlight.engine.inputs.image_constants import Constant
+from firstlight.engine.inputs.image_constants import Constant, ImageConstants
+from firstlight.engine.inputs.image_kinds.kind import Tensors
 from firstlight.engine.inputs.tokenizer import Tokenizer
 
-Tensors = Mapping[str, NDArray[np.generic]]
+Write = Callable[[Tensors, ImageConstants], tuple[str, ...]]
 
 
-class Expansion(msgspec.Struct, frozen=True):
-    """What the processor class writes for pictures: the placeholder, its id, and how often it stands for each.
+class Expansion(msgspec.Struct, frozen=True, kw_only=True):
+    """How a processor class puts pictures into a prompt.
 
-    `counts` raises `Refused` where the checkpoint's files do not say how often; a prompt without pictures never asks.
+    A prompt has `token` where a picture belongs. `write` gives the text in its place, one for each picture, from the
+    image processor's tensors and constants; every `fill` in it, `fill_id` after tokenizing, is one row of features.
+    `write` raises `Refused` where the checkpoint's files do not say enough; a prompt without pictures never asks.
+    `overrides`: what the class asks of its image processor whatever that one's file says. `hidden`: tensors that only
+    the expansion needs and the model does not get. `type_ids`: the name under which the class marks the tokens in
+    `typed_ids` with 1, if it does.
     """
 
     class_name: str
     token: str
-    token_id: int
-    counts: Callable[[Tensors], tuple[int, ...]]
+    fill: str
+    fill_id: int
+    write: Write
+    overrides: Mapping[str, Any] = {}
+    hidden: tuple[str, ...] = ()
+    type_ids: str | None = None
     constants: tuple[Constant, ...] = ()
 
 
-def _llava(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> Expansion:
-    """LLaVA: a token per patch, less the class token where the features leave it out, plus what the tower adds."""
-    patch = config.get("patch_size")
-    extra = int(config.get("num_additional_image_tokens") or 0)
-    strategy = config.get("vision_feature_select_strategy")
-    token = tokenizer.special_tokens.get("image_token") or config.get("image_token") or "<image>"
-    found = {
-        "patch_size": patch,
-        "vision_feature_select_strategy": strategy,
-        "num_additional_image_tokens": extra,
-        "image_token": token,
-    }
+class Settings:
+    """The keys of a processor class: each read is traced to the file that has it, or to the class's default."""
 
-    def counts(tensors: Tensors) -> tuple[int, ...]:
-        if not isinstance(patch, int) or patch < 1:
-            _refuse_unknown_patch(path, patch)
-        images, _, height, width = tensors["pixel_values"].shape
-        count = (height // patch) * (width // patch) + extra - (strategy == "default")
-        return (count,) * images
+    def __init__(self, path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, class_name: str) -> None:
+        self.path = path
+        self.config = config
+        self.tokenizer = tokenizer
+        self.class_name = class_name
+        self.constants: list[Constant] = []
 
-    return Expansion(
-        class_name="LlavaProcessor",
-        token=token,
-        token_id=tokenizer.encode(token, add_special_tokens=False)[0],
-        counts=counts,
-        constants=tuple(
-            Constant(
-                name=name, value=value, source=f"{path.name}: {name}" if name in config else "default of LlavaProcessor"
+    def get(self, key: str, default: Any) -> Any:
+        """The value of a key of processor_config.json."""
+        value = self.config.get(key)
+        found = self._traced(key, value if value is not None else default, value is not None)
+        return found.value
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number above zero."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self._refuse(key, "a whole number above zero", value)
+        return value
+
+    def token(self, name: str, default: str | None, from_config: bool = False) -> str:
+        """A token by the tokenizer's name for it (image_token), else processor_config.json's or the class's."""
+        named = self.tokenizer.special_tokens.get(name)
+        if named is not None and not from_config:
+            self.constants.append(Constant(name=name, value=named, source=f"{side_files.TOKENIZER_CONFIG}: {name}"))
+            return named
+        if default is None:
+            raise Refused(
+                fatal(
+                    "missing-side-file",
+                    f"{name} is in no file: what {self.class_name} writes for a picture is unknown without it",
+                    file=str(self.tokenizer.file.parent / side_files.TOKENIZER_CONFIG),
+                    expected=f"{name} (or extra_special_tokens.{name})",
+                    found="no such key",
+                    next=f"fetch {side_files.TOKENIZER_CONFIG} of the model's release again",
+                )
             )
-            for name, value in found.items()
-        ),
-    )
+        token = self.get(name, default) if from_config else self._traced(name, default, False).value
+        if not isinstance(token, str) or not token:
+            self._refuse(name, "a token", token)
+        return token
 
+    def id_of(self, token: str) -> int:
+        """The id of a token; where the tokenizer breaks it up, `Prepared` refuses it with the prompt at hand."""
+        return self.tokenizer.encode(token, add_special_tokens=False)[0]
 
-def _refuse_unknown_patch(path: Path, patch: object) -> NoReturn:
-    why = "how many tokens stand for a picture is unknown without its patch_size"
-    if not path.is_file():
-        raise Refused(side_files.missing(path, why))
-    model = side_files.read_json_if_present(path.parent / side_files.CONFIG) or {}
-    raise Refused(
-        fatal(
-            "missing-side-file",
-            f"patch_size is not in {path.name}: {why}",
-            file=str(path),
-            expected="patch_size, as the vision tower has it",
-            found="no such key" if patch is None else str(patch),
-            next=f"add it; vision_config of config.json says {side_files.nested(model, 'vision_config', 'patch_size')}",
+    def expansion(self, token: str, write: Write, fill: str | None = None, **fields: Any) -> Expansion:
+        fill = fill or token
+        return Expansion(
+            class_name=self.class_name,
+            token=token,
+            fill=fill,
+            fill_id=self.id_of(fill),
+            write=write,
+            constants=tuple(self.constants),
+            **fields,
         )
-    )
 
+    def _traced(self, key: str, value: Any, is_in_file: bool) -> Constant:
+        source = f"{self.path.name}: {key}" if is_in_file else f"default of {self.class_name}"
+        self.constants.append(Constant(name=key, value=value, source=source))
+        return self.constants[-1]
 
-EXPANSIONS: Mapping[str, Callable[[Path, Mapping[str, Any], Tokenizer], Expansion]] = {
-    "LlavaProcessor": _llava,
-}
-
-# The processor class transformers takes by model type where no file names one.
-CLASS_OF_MODEL_TYPE = {"llava": "LlavaProcessor", "vipllava": "LlavaProcessor"}
-
-
-def processor_class(directory: Path) -> tuple[str | None, Path]:
-    """The processor class of a checkpoint and the file that names it; None where the checkpoint has no processor."""
-    path = directory / side_files.PROCESSOR_CONFIG
-    processor = side_files.read_json_if_present(path) or {}
-    image = directory / side_files.PREPROCESSOR_CONFIG
-    nested = processor.get("image_processor")
-    places = (
-        (processor, path),
-        (nested if isinstance(nested, Mapping) else {}, path),
-        (side_files.read_json_if_present(image) or {}, image),
-        (
-            side_files.read_json_if_present(directory / side_files.TOKENIZER_CONFIG) or {},
-            directory / side_files.TOKENIZER_CONFIG,
-        ),
-        (side_files.read_json_if_present(directory / side_files.CONFIG) or {}, directory / side_files.CONFIG),
-    )
-    for config, file in places:
-        if config.get("processor_class"):
-            return str(config["processor_class"]), file
-    model = places[-1][0]
-    return CLASS_OF_MODEL_TYPE.get(str(model.get("model_type"))), directory / side_files.CONFIG
-
-
-def read_expansion(directory: Path, tokenizer: Tokenizer) -> Expansion:
-    """How the checkpoint's processor writes pictures; raises `Refused` (unsupported-block, missing-side-file)."""
-    name, file = processor_class(directory)
-    if name is None or name not in EXPANSIONS:
+    def _refuse(self, key: str, expected: str, value: Any) -> None:
         raise Refused(
             fatal(
-                "unsupported-block",
-                f"how processor {name} writes pictures into a prompt is not known"
-                if name
-                else "the checkpoint names no processor, so it takes no pictures",
-                file=str(file),
-                expected=f"processor_class: one of {', '.join(EXPANSIONS)}",
-                found=str(name),
-                next="send text only; for pictures, add the class to engine/inputs/placeholders.py",
+                "side-file-invalid",
+                f"{key} of {self.path.name} cannot be used",
+                file=str(self.path),
+                expected=expected,
+                found=str(value),
             )
         )
-    path = directory / side_files.PROCESSOR_CONFIG
-    return EXPANSIONS[name](path, side_files.read_json_if_present(path) or {}, tokenizer)

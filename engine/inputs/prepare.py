@@ -5,7 +5,7 @@ Legend: T tokens, P pictures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -18,12 +18,16 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.chat_template import ChatTemplate, Message
+from firstlight.engine.inputs.expansions import EXPANSIONS, processor_class, read_expansion
 from firstlight.engine.inputs.image_constants import Constant
 from firstlight.engine.inputs.image_processor import ImageProcessor
 from firstlight.engine.inputs.messages import texts_of, user_turn, with_plain_text
 from firstlight.engine.inputs.pictures import Picture, PictureRecord
-from firstlight.engine.inputs.placeholders import Expansion, processor_class, read_expansion
+from firstlight.engine.inputs.placeholders import Expansion
 from firstlight.engine.inputs.tokenizer import Tokenizer
+from firstlight.engine.weights.safetensors_file import Tensor, bfloat16
+
+Span = tuple[int, int]
 
 
 class PreparedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,20 +48,30 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
     """One input of a model.
 
     `input_ids` and `attention_mask` (all ones): [1, T] int64. `tensors`: the image tensors under the vendor's names and
-    dtypes. `image_spans`: (start, count) of the placeholder tokens of each picture, in order. `text`: the prompt after
-    the chat template, placeholders not expanded.
+    dtypes; those in `tags` hold, in float32, the values of a dtype that numpy lacks. `type_ids`: what marks the tokens
+    of pictures, [1, T] int64, where the vendor's processor gives it. `picture_spans`: (start, count) of each run of
+    tokens that features fill, for each picture; a picture whose rows or tiles are kept apart has several. `text`: the
+    prompt after the chat template, placeholders not expanded.
     """
 
     input_ids: NDArray[np.int64]
     attention_mask: NDArray[np.int64]
     tensors: Mapping[str, NDArray[np.generic]]
-    image_spans: tuple[tuple[int, int], ...]
+    picture_spans: tuple[tuple[Span, ...], ...]
     text: str
     record: PreparedRecord
+    type_ids: Mapping[str, NDArray[np.int64]] = {}
+    tags: Mapping[str, str] = {}
 
-    def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Everything a file of it holds, by the vendor's names."""
-        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **self.tensors}
+    @property
+    def image_spans(self) -> tuple[Span, ...]:
+        """The runs of all pictures, in order."""
+        return tuple(span for spans in self.picture_spans for span in spans)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Everything a file of it holds, by the vendor's names and in its dtypes."""
+        images = {n: bfloat16(a) if self.tags.get(n) == "BF16" else a for n, a in self.tensors.items()}
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **self.type_ids, **images}
 
 
 class Processor:
@@ -87,12 +101,20 @@ class Processor:
     @cached_property
     def image_processor(self) -> ImageProcessor:
         """The checkpoint's image processor; raises `Refused` where its constants are in no file."""
-        return ImageProcessor.open(self.directory)
+        return ImageProcessor.open(self.directory, self.expansion.overrides, f"set by {self.expansion.class_name}")
 
     @cached_property
     def expansion(self) -> Expansion:
         """How pictures are written into a prompt; raises `Refused` where that is not known."""
         return read_expansion(self.directory, self.tokenizer)
+
+    @cached_property
+    def _known_expansion(self) -> Expansion | None:
+        """The same, or None where the files do not say: a prompt without pictures does not need it."""
+        try:
+            return self.expansion
+        except Refused:
+            return None
 
     def prepare(self, prompt: str, pictures: Sequence[Picture] = (), chat: bool = False) -> Prepared:
         """A prompt's input. `chat`: the prompt is one user turn, pictures first, in the checkpoint's chat template;
@@ -147,9 +169,11 @@ class Processor:
         if pictures or self._has_placeholder(text):
             self._check_placeholders(text, len(pictures))
             tensors = self.image_processor.process(pictures)
-            counts = self.expansion.counts(tensors)
+            written = self.expansion.write(tensors, self.image_processor.constants)
+            counts = tuple(part.count(self.expansion.fill) for part in written)
             self._check_counts(pictures, counts)
-            expanded = _expand(text, self.expansion.token, counts)
+            expanded = _expand(text, self.expansion.token, written)
+            tensors = {name: array for name, array in tensors.items() if name not in self.expansion.hidden}
             constants = (*self.image_processor.constants.constants, *self.expansion.constants)
             findings += [*self.image_processor.constants.findings, *self._colour_findings(pictures)]
         elif self.class_name is not None and not self._is_known():
@@ -172,11 +196,24 @@ class Processor:
             findings=tuple(findings),
         )
         ids_1T = np.array([ids], dtype=np.int64)
-        return Prepared(ids_1T, np.ones_like(ids_1T), tensors, spans, text, record)
+        return Prepared(
+            input_ids=ids_1T,
+            attention_mask=np.ones_like(ids_1T),
+            tensors=tensors,
+            picture_spans=spans,
+            text=text,
+            record=record,
+            type_ids=self._type_ids(ids_1T),
+            tags=self.image_processor.constants.kind.tags if pictures else {},
+        )
+
+    def _type_ids(self, ids_1T: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        expansion = self._known_expansion
+        if expansion is None or expansion.type_ids is None:
+            return {}
+        return {expansion.type_ids: (ids_1T == expansion.fill_id).astype(np.int64)}
 
     def _is_known(self) -> bool:
-        from firstlight.engine.inputs.placeholders import EXPANSIONS
-
         return self.class_name in EXPANSIONS
 
     def _unknown_class(self) -> Finding:
@@ -187,7 +224,7 @@ class Processor:
         )
 
     def _has_placeholder(self, text: str) -> bool:
-        return self._is_known() and self.expansion.token in text
+        return self._known_expansion is not None and self._known_expansion.token in text
 
     def _check_placeholders(self, text: str, num_pictures: int) -> None:
         token = self.expansion.token
@@ -229,29 +266,27 @@ class Processor:
             )
         ]
 
-    def _spans(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Where the placeholders of each picture stand; raises `Refused` where the tokenizer broke them up."""
-        positions = [index for index, id_ in enumerate(ids) if id_ == self.expansion.token_id]
+    def _spans(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[tuple[Span, ...], ...]:
+        """Where the tokens of each picture stand, in runs; raises `Refused` where the tokenizer broke them up."""
+        positions = [index for index, id_ in enumerate(ids) if id_ == self.expansion.fill_id]
         if len(positions) != sum(counts):
             self._refuse_placeholder(len(positions), sum(counts))
         spans, used = [], 0
         for count in counts:
-            run = positions[used : used + count]
-            if run[-1] - run[0] != count - 1:
-                self._refuse_placeholder(len(positions), sum(counts))
-            spans.append((run[0], count))
+            spans.append(tuple(_runs(positions[used : used + count])))
             used += count
         return tuple(spans)
 
     def _refuse_placeholder(self, found: int, expected: int) -> NoReturn:
+        fill = self.expansion.fill
         raise Refused(
             fatal(
                 "side-file-invalid",
-                f"the tokenizer does not keep {self.expansion.token} as one token",
+                f"the tokenizer does not keep {fill} as one token",
                 file=str(self.tokenizer.file),
-                expected=f"{expected} times id {self.expansion.token_id}, in a row for each picture",
+                expected=f"{expected} times id {self.expansion.fill_id}",
                 found=f"{found} times",
-                next=f"{self.expansion.token} must be an added token of tokenizer.json",
+                next=f"{fill} must be an added token of tokenizer.json",
             )
         )
 
@@ -266,9 +301,18 @@ def prepare(
     return processor.prepare_messages(prompt, pictures)
 
 
-def _expand(text: str, token: str, counts: Sequence[int]) -> str:
+def _expand(text: str, token: str, written: Sequence[str]) -> str:
     pieces = text.split(token)
-    return pieces[0] + "".join(token * count + piece for count, piece in zip(counts, pieces[1:], strict=True))
+    return pieces[0] + "".join(part + piece for part, piece in zip(written, pieces[1:], strict=True))
+
+
+def _runs(positions: Sequence[int]) -> Iterator[Span]:
+    """Runs of neighbouring positions, as (start, count)."""
+    start = 0
+    for index in range(1, len(positions) + 1):
+        if index == len(positions) or positions[index] != positions[index - 1] + 1:
+            yield positions[start], index - start
+            start = index
 
 
 def _spelled(tokens: Sequence[str], kind: Any, consequence: str) -> Finding:

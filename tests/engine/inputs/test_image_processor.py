@@ -14,9 +14,10 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.inputs import image_processor as module
 from firstlight.engine.inputs import image_steps
-from firstlight.engine.inputs.image_constants import CLASS_DEFAULTS, CLASS_OF_MODEL_TYPE, KEYS, read_constants
+from firstlight.engine.inputs.image_constants import read_constants
+from firstlight.engine.inputs.image_kinds import kind as module
+from firstlight.engine.inputs.image_kinds.registry import CLASS_OF_MODEL_TYPE, IMAGE_KINDS
 from firstlight.engine.inputs.image_processor import ImageProcessor
 from firstlight.engine.inputs.pictures import Picture, picture_from_image
 from tests.engine.inputs.toys import IMAGE_PROCESSOR, write_json
@@ -201,7 +202,7 @@ def test_an_absent_file_is_refused(copy_of: Callable[[str], Path]) -> None:
     assert (finding.code, finding.file) == ("missing-side-file", str(directory / "preprocessor_config.json"))
 
 
-@pytest.mark.parametrize("name", ["Qwen2VLImageProcessor", "MyImageProcessor", None])
+@pytest.mark.parametrize("name", ["Siglip2ImageProcessor", "MyImageProcessor", None])
 def test_an_unknown_class_is_refused(tmp_path: Path, name: str | None) -> None:
     save(tmp_path, {**CLIP, "image_processor_type": name})
     write_json(tmp_path / "config.json", {"model_type": "unheard_of"})
@@ -266,18 +267,26 @@ def test_a_frame_too_small_for_a_picture_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_class_defaults_are_those_of_transformers() -> None:
-    for class_name, defaults in CLASS_DEFAULTS.items():
+    """Every key that a class reads, and of the usual keys those that its steps use."""
+    for class_name, kind in IMAGE_KINDS.items():
+        if not hasattr(transformers, f"{class_name}Pil"):
+            continue
         theirs = getattr(transformers, f"{class_name}Pil")()
-        for key in KEYS:
+        for key in kind.keys:
             value = getattr(theirs, key, None)
-            value = dict(value) if key in ("size", "crop_size") and value is not None else value
-            expected = defaults.get(key)
-            same = value == expected or (not value and not expected) or tuple(np.atleast_1d(value)) == expected
+            value = dict(value) if "size" in key and isinstance(value, transformers.image_utils.SizeDict) else value
+            expected = kind.defaults.get(key)
+            same = value == expected or (not value and not expected) or _as_tuples(value) == expected
             assert same, f"{class_name}.{key}: {value} there, {expected} here"
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def test_the_classes_by_model_type_are_those_of_transformers() -> None:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     for model_type, class_name in CLASS_OF_MODEL_TYPE.items():
-        assert IMAGE_PROCESSOR_MAPPING_NAMES[model_type]["pil"] == f"{class_name}Pil"
+        names = IMAGE_PROCESSOR_MAPPING_NAMES[model_type]
+        assert names.get("pil", f"{names['torchvision']}Pil") == f"{class_name}Pil"

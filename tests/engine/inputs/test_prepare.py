@@ -13,8 +13,8 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.inputs.expansions import CLASS_OF_MODEL_TYPE, EXPANSIONS
 from firstlight.engine.inputs.pictures import Picture, picture_from_image
-from firstlight.engine.inputs.placeholders import CLASS_OF_MODEL_TYPE, EXPANSIONS
 from firstlight.engine.inputs.prepare import Prepared, Processor, prepare
 from tests.engine.inputs.toys import IMAGE_PROCESSOR, byte_level_backend, save_tokenizer, write_json
 
