@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import msgspec
 
-from firstlight.engine.model.spec import ModelSpec, Param, Scope
+from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param, Scope
 from firstlight.engine.parallel.placement import Expert, Placement
 
 
@@ -43,8 +43,8 @@ def census(spec: ModelSpec) -> tuple[Kind, ...]:
 
 def census_by(spec: ModelSpec, key: Callable[[int], Hashable]) -> tuple[Kind, ...]:
     """The same with layers told apart by `key` as well, where what they are stored as depends on their number."""
-    ends = msgspec.structs.replace(spec, layers=()).parameters()
-    kinds = [kind for layer in sorted({p.layer for p in ends}) for kind in _kinds(ends, (layer,), layer)]
+    ends = msgspec.structs.replace(spec, layers=spec.layers[-1:]).parameters()  # one layer, for what the ends share
+    kinds = [kind for layer in (FIRST_STAGE, LAST_STAGE) for kind in _kinds(ends, (layer,), layer)]
     alike: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         alike.setdefault((layer, key(index)), []).append(index)

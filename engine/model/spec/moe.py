@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from firstlight.engine.model.spec.mlp import MLP
+from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.parallel.placement import Expert, Shard
 
@@ -30,8 +31,28 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     float32: bool = False
 
 
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts work at a narrower `width`: one projection down before all of them, one up behind their weighted sum.
+
+    `norm` stands between the sum and the projection up.
+    """
+
+    width: int
+    norm: Norm | None = None
+
+    def parameters(self, scope: Scope) -> Iterator[Param]:
+        """Replicated: small beside the experts, and the norm needs the whole sum."""
+        yield scope.param("down.weight", self.width, scope.hidden, role="mlp")
+        if self.norm is not None:
+            yield from self.norm.parameters(scope.into("norm"), self.width)
+        yield scope.param("up.weight", scope.hidden, self.width, role="mlp")
+
+
 class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
-    """Routed experts (gated MLPs of `intermediate`), optionally with a shared expert that sees every token."""
+    """Routed experts (gated MLPs of `intermediate`), optionally with a shared expert that sees every token.
+
+    The router and the shared expert see the layer's own width, the experts that of `latent` where there is one.
+    """
 
     num_experts: int
     intermediate: int
@@ -39,11 +60,15 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
     router: Router
     shared: MLP | None = None
     shared_gate: bool = False
+    latent: Latent | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
         yield scope.param("router.weight", self.num_experts, scope.hidden, role="router")
         if self.router.correction_bias:
             yield scope.param("router.correction_bias", self.num_experts, role="router", dtype="F32")
+        width = scope.hidden if self.latent is None else self.latent.width
+        if self.latent is not None:
+            yield from self.latent.parameters(scope.into("latent"))
         columns = Shard(0, self.intermediate, unit_name="expert channels")
         rows = Shard(1, self.intermediate, unit_name="expert channels")
         for expert in range(self.num_experts):
@@ -52,7 +77,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
                 yield scope.param(
                     f"experts.{expert}.{part}.weight",
                     self.intermediate,
-                    scope.hidden,
+                    width,
                     role="expert",
                     place=(owner, columns),
                     storage="experts.gate_up",
@@ -60,7 +85,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
                 )
             yield scope.param(
                 f"experts.{expert}.down.weight",
-                scope.hidden,
+                width,
                 self.intermediate,
                 role="expert",
                 place=(owner, rows),
@@ -77,6 +102,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
         router = self.router
         groups = f", {router.topk_groups} of {router.num_groups} groups" if router.num_groups > 1 else ""
         shared = f", shared {self.shared.intermediate:,}" if self.shared else ""
+        shared += f", latent {self.latent.width:,}" if self.latent else ""
         experts = f"{router.top_k} of {self.num_experts} experts of {self.intermediate:,}"
         return f"MoE, {experts}, {router.scoring}{groups}{shared}"
 
