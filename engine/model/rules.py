@@ -17,7 +17,8 @@ class WeightRule(msgspec.Struct, frozen=True, kw_only=True):
 
     With several params the tensor is their concatenation along `split_dim`, in order (their sizes come from the spec),
     or, `interleaved`, takes turns row by row. `stacked`: the tensor's leading dim enumerates the `{e}` of the params.
-    `transpose`: the tensor's last two dims are swapped. No params: the tensor is left out on purpose, for `reason`.
+    `transpose`: the tensor's last two dims are swapped. `unpad`: it may be longer along dim 0 than its parameter, by
+    padding that must be zero. No params: the tensor is left out on purpose, for `reason`.
     """
 
     tensor: str
@@ -26,6 +27,7 @@ class WeightRule(msgspec.Struct, frozen=True, kw_only=True):
     interleaved: bool = False
     stacked: bool = False
     transpose: bool = False
+    unpad: bool = False
     reason: str = ""
 
 

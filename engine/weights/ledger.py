@@ -30,6 +30,7 @@ from firstlight.engine.weights.gaps import (
     wrong,
 )
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.padding import padded_findings
 from firstlight.engine.weights.source import Region, Source
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
@@ -69,7 +70,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher) -> Ledger:
-    """Matches every tensor to parameters and back; nothing is guessed and nothing is read but two tied heads."""
+    """Matches every tensor to parameters and back; nothing is guessed.
+
+    Nothing is read but two tied heads, and the tails of padded tensors.
+    """
     params = {param.name: param for param in spec.parameters()}
     book = _Book(params, checkpoint)
     for tensor in checkpoint.tensors.values():
@@ -106,6 +110,7 @@ class _Book:
         self.findings: list[Finding] = []
         self.problems: dict[Problem, list[tuple[str, str]]] = {}
         self.twice: list[tuple[str, str]] = []
+        self.padded: dict[str, int] = {}  # tensor -> rows that are its parameter
         self.regions: dict[tuple[int, ...], Region] = {}
 
     def enter(self, tensor: TensorInfo, match: Match | None) -> None:
@@ -146,6 +151,11 @@ class _Book:
         param = self.params.get(name)
         if param is None or name in self.sources or tensor.dtype not in FLOATS or match.rule.transpose:
             return False
+        if match.rule.unpad and _is_longer(tensor.shape, param.shape):
+            self.padded[tensor.name] = param.shape[0]
+            self.sources[name] = Source(tensor.name, tuple((0, size, 1) for size in param.shape))
+            self.consumed[tensor.name] = match.params
+            return True
         if tensor.shape != param.shape:
             return False
         region = self.regions.get(tensor.shape)
@@ -197,6 +207,7 @@ class _Book:
         missing = tuple(name for name in self.params if name not in self.sources)
         tensors = self.checkpoint.tensors
         self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
+        self.findings.extend(padded_findings(self.checkpoint, self.padded))
         self.findings.extend(twice_findings(self.twice, self.sources, tensors))
         scales, unknown = split_scales(self.unconsumed, tensors)
         self.findings.extend(scale_findings(scales, self.consumed, tensors))
@@ -210,6 +221,11 @@ class _Book:
             unconsumed=tuple(self.unconsumed),
             findings=tuple(self.findings),
         )
+
+
+def _is_longer(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether there are more rows than wanted, each of the shape that is wanted."""
+    return len(stored) == len(wanted) > 0 and stored[1:] == wanted[1:] and stored[0] > wanted[0]
 
 
 def equal_tensors(checkpoint: Checkpoint, first: str, second: str, step_bytes: int = 8 << 20) -> bool:
