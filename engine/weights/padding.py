@@ -11,7 +11,7 @@ from firstlight.engine.weights.gaps import by_pattern, pattern_range
 
 
 def padded_findings(checkpoint: Checkpoint, rows: dict[str, int]) -> Iterator[Finding]:
-    """One finding a pattern of names; `rows`: tensor -> rows of it that are its parameter. A tail of zeros is a note."""
+    """One finding a pattern of names; `rows`: tensor -> how many of it are its parameter. A tail of zeros is a note."""
     empty: list[str] = []
     full: list[str] = []
     for name, count in rows.items():
