@@ -7,14 +7,16 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.workbench import readings
+from firstlight.workbench.readings import Bucket, Reading, Series
+
+Result = TypeVar("Result")
 
 BATCH_PERIOD_S = 0.1
 BUSY_TIMEOUT_S = 10.0
@@ -24,9 +26,6 @@ SCHEMA = """
 create table if not exists progress (
     id integer primary key, time_s real not null, rung text not null, phase text not null,
     done real not null, total real, unit text not null, detail text not null);
-create table if not exists readings (
-    id integer primary key, time_s real not null, source text not null, device text not null, metric text not null,
-    unit text not null, value real, reason text not null);
 create table if not exists requests (
     id integer primary key, time_s real not null, name text not null, rung text not null, status text not null,
     prompt_tokens integer, completion_tokens integer, first_token_s real, total_s real, record text not null);
@@ -45,21 +44,6 @@ class ProgressEvent(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured value, or the reason why there is none; never 0 for "not supported"."""
-
-    time_s: float
-    source: str
-    device: str
-    metric: str
-    unit: str
-    value: float | None = None
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        assert (self.value is None) == bool(self.reason), "a reading has a value or a reason"
-
-
 class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it ended; `record` holds what else is known (prompt, picture records, seed), as JSON."""
 
@@ -75,20 +59,24 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Event = ProgressEvent | Reading | RequestEvent
-TABLES: dict[type[Event], str] = {ProgressEvent: "progress", Reading: "readings", RequestEvent: "requests"}
+TABLES: dict[type[ProgressEvent | RequestEvent], str] = {ProgressEvent: "progress", RequestEvent: "requests"}
 
 
 class EventWriter:
     """Writes events from a thread of its own, many in one transaction, so that the work never waits for the disk.
 
-    A disk that refuses (full, read-only) does not stop the work: `problem` says so and `close` raises `Refused`.
+    A disk that refuses (full, read-only) does not stop the work: events are lost until it takes them again, `lost`
+    counts them, `problem` says why, and the count is written as an alarm as soon as it can be.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.problem: str | None = None
+        self.lost = 0
+        self._told = 0  # of the lost ones
+        self._file: _File | None = None
         self._events: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="events", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="events", daemon=True)
         self._thread.start()
 
     def put(self, event: Event) -> None:
@@ -102,19 +90,10 @@ class EventWriter:
         return written.wait(timeout_s) and self.problem is None
 
     def close(self) -> None:
-        """Writes what is left and ends the thread."""
+        """Writes what is left and ends the thread. `lost` and `problem` say what did not get onto the disk."""
         if self._thread.is_alive():
             self._events.put(None)
             self._thread.join(BUSY_TIMEOUT_S)
-        if self.problem is not None:
-            raise Refused(
-                fatal(
-                    "not-available",
-                    f"events were not written: {self.problem}",
-                    file=str(self.path),
-                    next="free the disk or use another --run directory",
-                )
-            )
 
     def __enter__(self) -> Self:
         return self
@@ -122,27 +101,25 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self) -> None:
-        waiting: list[threading.Event] = []
-        try:
-            connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S)
-            connection.execute("pragma journal_mode = wal")
-            connection.execute("pragma synchronous = normal")
-            connection.executescript(SCHEMA)
-            goes_on = True
-            while goes_on:
-                batch, waiting, goes_on = self._next_batch()
-                with connection:
-                    for event in batch:
-                        _insert(connection, event)
-                for flag in waiting:
-                    flag.set()
-            connection.close()
-        except sqlite3.Error as error:
-            self.problem = str(error)
+    def _work(self) -> None:
+        goes_on = True
+        while goes_on:
+            batch, waiting, goes_on = self._next_batch()
+            self._write(batch)
             for flag in waiting:
                 flag.set()
-            self._discard()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, batch: list[Event]) -> None:
+        try:
+            self._file = self._file or _File(self.path)
+            late = [_loss(self.lost)] if self.lost > self._told else []
+            self._file.add([*batch, *late])
+            self.problem, self._told = None, self.lost
+        except sqlite3.Error as error:
+            self.problem = str(error)
+            self.lost += len(batch)
 
     def _next_batch(self) -> tuple[list[Event], list[threading.Event], bool]:
         """Waits for an event, then takes what comes within the period; a flush or the end cuts it short."""
@@ -162,11 +139,37 @@ class EventWriter:
             until_s = until_s or time.monotonic() + BATCH_PERIOD_S
         return batch, [], True
 
-    def _discard(self) -> None:
-        """After a failure: keep taking events, so that nobody who flushes waits for ever."""
-        while (item := self._events.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
+
+class _File:
+    """The open database, as the writing thread has it."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+        self._connection.execute("pragma journal_mode = wal")
+        self._connection.execute("pragma synchronous = normal")
+        self._connection.executescript(SCHEMA + readings.SCHEMA)
+        self._readings = readings.ReadingWriter(self._connection)
+
+    def add(self, events: Sequence[Event]) -> None:
+        """All of them or, when the disk refuses (`sqlite3.Error`), none."""
+        try:
+            with self._connection:
+                self._readings.add(event for event in events if isinstance(event, Reading))
+                for event in events:
+                    if not isinstance(event, Reading):
+                        _insert(self._connection, event)
+        except sqlite3.Error:
+            self._readings.forget()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _loss(count: int) -> Reading:
+    return Reading(
+        time_s=time.time(), source="events", device="run", metric="lost", unit="events", value=count, alarm=True
+    )
 
 
 class EventReader:
@@ -179,31 +182,50 @@ class EventReader:
         """Progress events with their ids, those after `after`."""
         return self._rows(ProgressEvent, after)
 
-    def readings(self, after: int = 0) -> Iterator[tuple[int, Reading]]:
-        return self._rows(Reading, after)
-
     def requests(self, after: int = 0) -> Iterator[tuple[int, RequestEvent]]:
         return self._rows(RequestEvent, after)
 
+    def readings(self, after: int = 0) -> Iterator[tuple[int, Reading]]:
+        return iter(self._ask(lambda connection: list(readings.all_readings(connection, after)), []))
+
+    def series(self) -> list[Series]:
+        """Everything that has readings."""
+        return self._ask(readings.all_series, [])
+
+    def latest(self) -> list[Reading]:
+        """The last reading of every series."""
+        return self._ask(readings.latest, [])
+
+    def span(self) -> tuple[float, float] | None:
+        """The times between which there are readings, to the minute."""
+        return self._ask(readings.span, None)
+
+    def history(self, series: Sequence[int], since_s: float, until_s: float, points: int) -> dict[int, list[Bucket]]:
+        """At most `points` buckets of each series (by id), downsampled by the database."""
+        return self._ask(lambda connection: readings.history(connection, series, since_s, until_s, points), {})
+
     def _rows(self, kind: type[Any], after: int) -> Iterator[tuple[int, Any]]:
-        if not self.path.exists():
-            return
         names = kind.__struct_fields__
-        connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
-        try:
-            query = f"select id, {', '.join(names)} from {TABLES[kind]} where id > ? order by id"
-            rows = connection.execute(query, (after,)).fetchall()
-        except sqlite3.OperationalError as error:
-            if "no such table" not in str(error):  # the writer has not got that far
-                raise
-            rows = []
-        finally:
-            connection.close()
-        for identifier, *values in rows:
+        query = f"select id, {', '.join(names)} from {TABLES[kind]} where id > ? order by id"
+        for identifier, *values in self._ask(lambda connection: connection.execute(query, (after,)).fetchall(), []):
             yield identifier, kind(**dict(zip(names, values, strict=True)))
 
+    def _ask(self, question: Callable[[sqlite3.Connection], Result], nothing: Result) -> Result:
+        """The answer of the file as it is now; `nothing` before the writer has got that far."""
+        if not self.path.exists():
+            return nothing
+        connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
+        try:
+            return question(connection)
+        except sqlite3.OperationalError as error:
+            if "no such table" not in str(error):
+                raise
+            return nothing
+        finally:
+            connection.close()
 
-def _insert(connection: sqlite3.Connection, event: Event) -> None:
+
+def _insert(connection: sqlite3.Connection, event: ProgressEvent | RequestEvent) -> None:
     names = event.__struct_fields__
     marks = ", ".join("?" * len(names))
     connection.execute(

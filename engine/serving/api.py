@@ -57,6 +57,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     vocab_size: int
     num_layers: int
+    hidden: int
     sees: bool
     operators: tuple[tuple[str, str, bool, str], ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -65,7 +66,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one rank; `resident_bytes` is the process's, with everything that is not in a pool."""
+    """Memory of one rank; `resident_bytes` is the process's, with everything that is not in a pool.
+
+    `allocated_bytes` and `reserved_bytes` are torch's own account of a GPU's memory; None on CPUs, which have none.
+    """
 
     rank: int
     device: str
@@ -74,6 +78,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     resident_bytes: int
     pages: int
     page_size: int
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
 class EngineLike(Protocol):

@@ -162,6 +162,7 @@ class Frontend:
             num_pages=rank.limits.num_pages,
             vocab_size=self.spec.vocab_size,
             num_layers=self.spec.num_layers,
+            hidden=self.spec.hidden,
             sees=self.spec.vision is not None,
             operators=tuple((row.operator, row.implementation, row.chosen, row.reason) for row in rank.ops.report()),
             findings=rank.findings,

@@ -7,17 +7,17 @@ around each, so the parts are right and their sum is larger than an undisturbed 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from firstlight.engine.parallel.comm import CommRecord
 from firstlight.engine.serving.batch import Surroundings, forward_batch
 from firstlight.engine.serving.boot import Rank
-from firstlight.engine.serving.profile_data import PhaseProfile, ProfileCommand, RankProfile
+from firstlight.engine.serving.clock import Clock, LayerTap
+from firstlight.engine.serving.profile_data import PhaseProfile, ProfileCommand, RankProfile, Span
 from firstlight.kernels.attention.meta import AttentionMeta
 
 NOT_FORWARD = ("sample", "linear", "situation", "rows")  # fields of a Choice that a forward does not call
@@ -31,6 +31,7 @@ class _Step:
     layers: dict[str, float] = field(default_factory=dict)
     operators: dict[str, float] = field(default_factory=dict)
     collectives: list[tuple[str, int, float]] = field(default_factory=list)
+    timeline: tuple[Span, ...] = ()
 
 
 def run_profile(rank: Rank, command: ProfileCommand) -> RankProfile:
@@ -70,12 +71,13 @@ class _Runner:
 
     def _step(self, query_lens: list[int], kv_lens: list[int], timed: bool) -> _Step:
         rank, seen = self.rank, _Step()
-        clock = _Clock(rank.device)
+        clock = Clock(rank.device)
         ops = _timed_operators(rank, clock, seen) if timed else rank.ops
         ids = [(7 * position) % rank.spec.vocab_size for length in query_lens for position in range(length)]
         positions = [p for q, kv in zip(query_lens, kv_lens, strict=True) for p in range(kv - q, kv)]
         meta = AttentionMeta.build(query_lens, kv_lens, self.pages, self.page_size, rank.device)
         last = [sum(query_lens[: row + 1]) - 1 for row in range(len(query_lens))]
+        tap = LayerTap(clock) if timed else None
         batch = forward_batch(
             ids,
             positions,
@@ -83,53 +85,45 @@ class _Runner:
             Surroundings(self.cache, self.page_size, rank.comms, ops, rank.device),
             range(len(query_lens)),
             logit_rows=torch.tensor(last, device=rank.device),
-            tap=_LayerTap(clock, seen.layers) if timed else None,
+            tap=tap,
         )
         rank.comms.world.barrier()
         recorder = rank.comms.recorder
         before, recorder.on = len(recorder.records), timed
-        seen.total_s = clock.took(lambda: rank.model.forward(batch))
+        started_s = clock.now()
+        seen.total_s, _ = clock.took(lambda: rank.model.forward(batch))
         recorder.on = False
         seen.collectives = [
             (f"{record.operation} {record.axis}", record.nbytes, record.duration_s)
             for record in recorder.records[before:]
         ]
+        if tap is not None:
+            seen.layers = tap.layers_s
+            seen.timeline = _timeline(tap, recorder.records[before:], started_s)
         del recorder.records[before:]
         return seen
 
 
-class _Clock:
-    """Seconds, with the device awaited."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def took(self, call: Callable[[], object]) -> float:
-        started_s = self.now()
-        call()
-        return self.now() - started_s
-
-
-class _LayerTap:
-    """The time between taps, booked on the block that just ended."""
-
-    def __init__(self, clock: _Clock, layers: dict[str, float]) -> None:
-        self._clock = clock
-        self._layers = layers
-        self._last_s = clock.now()
-
-    def __call__(self, name: str, value: Tensor) -> None:
-        now_s = self._clock.now()
-        self._layers[name if name.count(".") != 1 else f"{name}.ffn"] = now_s - self._last_s
-        self._last_s = now_s
+def _timeline(tap: LayerTap, records: list[CommRecord], started_s: float) -> tuple[Span, ...]:
+    """Blocks and collectives of a step in the order in which they began; collectives lie inside blocks."""
+    spans = [
+        Span(name, "compute", 1e3 * (tap.starts_s[name] - started_s), 1e3 * duration_s)
+        for name, duration_s in tap.layers_s.items()
+    ]
+    spans += [
+        Span(
+            f"{record.operation} {record.axis}",
+            "collective",
+            1e3 * (record.start_s - started_s),
+            1e3 * record.duration_s,
+            record.nbytes,
+        )
+        for record in records
+    ]
+    return tuple(sorted(spans, key=lambda span: span.start_ms))
 
 
-def _timed_operators(rank: Rank, clock: _Clock, seen: _Step) -> Any:
+def _timed_operators(rank: Rank, clock: Clock, seen: _Step) -> Any:
     """The chosen operators, each adding its time to `seen`."""
 
     def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
@@ -172,6 +166,7 @@ def _summary(steps: list[_Step], undisturbed_s: list[float], tokens: int) -> Pha
         layers_ms={name: 1e3 * _median([step.layers[name] for step in steps]) for name in steps[0].layers},
         operators_ms=operators_ms,
         collectives=counts,
+        timeline=steps[-1].timeline,
     )
 
 

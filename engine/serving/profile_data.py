@@ -38,12 +38,23 @@ def profile_command(limits: Limits, prompt_tokens: int, decode_steps: int, batch
     return ProfileCommand(prompt_tokens, decode_steps, batch)
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that took time within a step; `start_ms` counts from the step's start on the same rank."""
+
+    name: str
+    kind: str  # compute: a block, with the collectives in it; collective: one call
+    start_ms: float
+    duration_ms: float
+    nbytes: int = 0
+
+
 class PhaseProfile(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of step on one rank, medians over steps, in milliseconds.
 
     `undisturbed_ms` is a step that nothing times. `communication_ms`: what the same collectives would take if nobody
     came late (the fastest call of each kind and size); `waiting_ms`: the rest of the time in collectives.
-    `operators_ms` holds the timed operators; what is left of compute (linear layers mostly) is `other`.
+    `operators_ms` holds the timed operators; what is left of compute (linear layers mostly) is `other`. `timeline` is
+    that of the last timed step.
     """
 
     tokens: int
@@ -56,6 +67,7 @@ class PhaseProfile(msgspec.Struct, frozen=True, kw_only=True):
     layers_ms: dict[str, float]
     operators_ms: dict[str, float]
     collectives: dict[str, int]
+    timeline: tuple[Span, ...] = ()
 
 
 class RankProfile(msgspec.Struct, frozen=True, kw_only=True):

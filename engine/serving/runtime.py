@@ -27,6 +27,7 @@ from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.profile_data import RankProfile, profile_command
 from firstlight.engine.serving.request import Arrays, Completion, Delta, Request, SamplingParams, TokenLogprob
 from firstlight.engine.serving.scheduler import Scheduler, Step
+from firstlight.engine.serving.stats import Counters, EngineStats
 from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
 from firstlight.engine.serving.stream import EngineFailed, Listener, Stream, completion_of
 from firstlight.engine.serving.trace import assemble, trace_command
@@ -51,6 +52,7 @@ class Engine:
         self.status: Status = "starting"
         self.failure: Failure | None = None
         self._control = control
+        self._counters = Counters()
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.count(1)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -144,6 +146,7 @@ class Engine:
             if self.scheduler.finish(stream.request.number):
                 self._streams.pop(stream.request.number, None)
                 stream.end("abort")
+                self._counters.ended("abort")
 
         self._tell(drop)
 
@@ -223,6 +226,18 @@ class Engine:
             waiting=self.scheduler.num_waiting,
         )
 
+    def stats(self) -> EngineStats:
+        """Counters since the start and gauges of now; any thread may ask, and nothing waits for a step."""
+        limits = self.scheduler.limits
+        return self._counters.snapshot(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            free_pages=self.scheduler.free_pages,
+            num_pages=limits.num_pages * limits.replicas,
+            page_size=limits.page_size,
+            sample=self.worker.sample,
+        )
+
     def drain(self) -> None:
         """See `EngineLike.drain`."""
         if self.status == "ready":
@@ -265,7 +280,9 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
+        started_s = time.perf_counter()
         result = self._execute(plan)
+        self._counters.stepped(plan, time.perf_counter() - started_s, len(result.sampled))
         self._collect(self.scheduler.apply(plan, result), result)
         return True
 
@@ -323,11 +340,13 @@ class Engine:
                 self.scheduler.finish(step.number)
                 stream.end("error", "the logits are not finite: the weights or an operator are at fault")
                 del self._streams[step.number]
+                self._counters.ended("error")
                 continue
             finish = stream.push(step.token, _logprob_of(sampled[step.number]), step.finish)
             if finish is not None:
                 self.scheduler.finish(step.number)
                 del self._streams[step.number]
+                self._counters.ended(finish)
 
     def _take_in(self) -> None:
         while self._inbox:

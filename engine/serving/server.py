@@ -26,12 +26,13 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.serving.api import Prompt
 from firstlight.engine.serving.desk import Desk
 from firstlight.engine.serving.gate import BodyLimit, Gate, may_enter
+from firstlight.engine.serving.metrics import CONTENT_TYPE, exposition
 from firstlight.engine.serving.openai import Ask, Writer, error_body, models_body, read_chat, read_text
 from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.request import Delta
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, Stream
-from firstlight.engine.serving.wire import read_generation, trace_arguments
+from firstlight.engine.serving.wire import read_generation, refuse_large_trace, trace_arguments
 
 STATUS_OF_CODE = {"not-available": 503}
 Result = TypeVar("Result")
@@ -149,6 +150,15 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
     async def ledger() -> Response:
         return _json(_engine(desk).ledger())
 
+    @app.get("/admin/stats")
+    async def stats() -> Response:
+        return _json(_engine(desk).stats())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        engine = _engine(desk)
+        return Response(exposition(engine.stats(), _name(desk, engine)), media_type=CONTENT_TYPE)
+
     @app.get("/admin/memory")
     async def memory() -> Response:
         return _json(await _in_thread(_engine(desk).memory))
@@ -163,7 +173,9 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
         engine = _engine(desk)
 
         def run() -> bytes:
-            return safetensors.numpy.save(engine.trace(**trace_arguments(body, query)))
+            arguments = trace_arguments(body, query)
+            refuse_large_trace(engine.info(), arguments, desk.options.trace_limit_bytes)
+            return safetensors.numpy.save(engine.trace(**arguments))
 
         return Response(await _in_thread(run), media_type="application/octet-stream")
 

@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.serving.api import EngineInfo
 from firstlight.engine.serving.request import SamplingParams
 
 IMAGE, GIVEN = "image:", "given:"
@@ -83,6 +84,23 @@ def trace_arguments(body: bytes, query: Mapping[str, str]) -> dict[str, Any]:
         "steps": steps,
         "blocks": blocks,
     }
+
+
+def refuse_large_trace(info: EngineInfo, arguments: Mapping[str, Any], limit_bytes: int) -> None:
+    """Refuses a trace whose answer would not fit: logits and hidden states of every position, float32."""
+    low, high = arguments["layers"] or (0, info.num_layers)
+    positions = int(np.prod(np.shape(arguments["input_ids"])))
+    width = info.vocab_size + (high - low + 1) * info.hidden * (2 if arguments["blocks"] else 1)
+    if positions * width * 4 > limit_bytes:
+        raise Refused(
+            fatal(
+                "bad-request",
+                f"a trace of {positions:,} positions would be {positions * width * 4:,} bytes",
+                expected=f"at most {limit_bytes:,} bytes",
+                found=f"{positions * width * 4:,} bytes",
+                next="send fewer rows or tokens, or fewer --layers",
+            )
+        )
 
 
 def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -6,23 +6,30 @@ Every rank carries out the same commands in the same order; the answers meet at 
 from __future__ import annotations
 
 import heapq
+import time
+from dataclasses import replace
 
 import msgspec
 import psutil
 import torch
 from torch import Tensor
 
+from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.parallel.mesh import Coordinates
 from firstlight.engine.serving.api import RankMemory
 from firstlight.engine.serving.batch import Held, Surroundings, build_batch
 from firstlight.engine.serving.boot import Rank
+from firstlight.engine.serving.clock import Clock, LayerTap, collective_times
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.profile import run_profile
 from firstlight.engine.serving.profile_data import ProfileCommand
 from firstlight.engine.serving.sampling import choose_tokens, read_table, table, table_width
+from firstlight.engine.serving.stats import StepSample
 from firstlight.engine.serving.steps import Draw, ReplicaPlan, Sampled, StepPlan, StepResult
 from firstlight.engine.serving.trace import TraceCommand, run_trace
+
+SAMPLE_EVERY = 64  # steps: one of so many is timed inside, which costs a GPU its overlap and a CPU next to nothing
 
 
 class Worker:
@@ -41,6 +48,7 @@ class Worker:
             ops=rank.ops,
             device=rank.device,
         )
+        self.sample: StepSample | None = None  # the last step that was timed inside
         self._encode = rank.model.encode_images if rank.model.is_first and rank.spec.vision is not None else None
         self._held: dict[int, Held] = {}  # of this replica
         self._slots = list(range(rank.limits.max_batch))  # rows of the states that no sequence has
@@ -54,12 +62,12 @@ class Worker:
                 self._draws.pop(number, None)  # it may have ended before it was ever announced
             for admission in part.admitted:
                 self._draws[admission.number] = admission.draw
-        table_RC = self._run(plan.replicas[self.replica])
+        table_RC = self._run(plan.replicas[self.replica], plan.number)
         sampled = self._gather(plan, table_RC)
         self.pulse.at("idle")
         return StepResult(sampled)
 
-    def _run(self, part: ReplicaPlan) -> Tensor | None:
+    def _run(self, part: ReplicaPlan, step: int) -> Tensor | None:
         """This replica's part: forget, start, compute, choose. The table of chosen tokens, on the sampling rank."""
         for number in part.released:
             if (gone := self._held.pop(number, None)) is not None:
@@ -71,12 +79,34 @@ class Worker:
         if not part.chunks:
             return None
         batch, chosen = build_batch(part.chunks, self._held, self.around, self._encode)
-        logits_RV = self.rank.model.forward(batch)
+        logits_RV = self._timed(batch, step, part) if step % SAMPLE_EVERY == 0 else self.rank.model.forward(batch)
         if logits_RV is None or not chosen or self.rank.rank != self.samplers[self.replica]:
             return None
         draws = [self._draws[chunk.number] for chunk in chosen]
         ids_R = choose_tokens(logits_RV, draws, [chunk.draws for chunk in chosen], self.rank.ops)
         return table(logits_RV, ids_R, draws)
+
+    def _timed(self, batch: ForwardBatch, step: int, part: ReplicaPlan) -> Tensor | None:
+        """A step with its blocks and collectives timed; all ranks time the same steps, so nobody waits for another."""
+        clock, recorder = Clock(self.rank.device), self.rank.comms.recorder
+        tap = LayerTap(clock, batch.tap)
+        before, recorder.on = len(recorder.records), True
+        try:
+            seconds, logits_RV = clock.took(lambda: self.rank.model.forward(replace(batch, tap=tap)))
+        finally:
+            recorder.on = False
+            records = recorder.records[before:]
+            del recorder.records[before:]
+        self.sample = StepSample(
+            step=step,
+            time_s=time.time(),
+            phase=part.phase,
+            tokens=part.num_tokens,
+            total_ms=1e3 * seconds,
+            layers_ms={name: 1e3 * value for name, value in tap.layers_s.items()},
+            collectives=collective_times(records),
+        )
+        return logits_RV
 
     def _gather(self, plan: StepPlan, mine_RC: Tensor | None) -> tuple[Sampled, ...]:
         """Rank 0 receives the tables of the other sampling ranks, in the order of replicas."""
@@ -118,7 +148,7 @@ class Worker:
 
     def memory(self) -> RankMemory:
         """What this rank holds, by role, and what the system says about its process."""
-        rank = self.rank
+        rank, on_gpu = self.rank, self.rank.device.type == "cuda"
         return RankMemory(
             rank=rank.rank,
             device=str(rank.device),
@@ -127,6 +157,8 @@ class Worker:
             resident_bytes=psutil.Process().memory_info().rss,
             pages=rank.limits.num_pages,
             page_size=rank.limits.page_size,
+            allocated_bytes=torch.cuda.memory_allocated(rank.device) if on_gpu else None,
+            reserved_bytes=torch.cuda.memory_reserved(rank.device) if on_gpu else None,
         )
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.engine.errors import Refused
-from firstlight.workbench.events import EventReader, EventWriter, ProgressEvent, Reading, RequestEvent
+from firstlight.workbench.events import EventReader, EventWriter, ProgressEvent, RequestEvent
 from firstlight.workbench.progress import Pace, Progress
+from firstlight.workbench.readings import Reading
 
 
 def progress_event(done: float, time_s: float = 0.0, total: float | None = 100.0) -> ProgressEvent:
@@ -54,12 +54,70 @@ def test_readers_follow_while_it_is_written(tmp_path: Path) -> None:
     assert mode == ("wal",)
 
 
-def test_a_disk_that_refuses_does_not_stop_the_work(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path / "absent" / "e.sqlite")
-    writer.put(progress_event(1))
-    assert writer.flush() is False
-    with pytest.raises(Refused, match="events were not written"):
-        writer.close()
+def test_a_disk_that_refuses_does_not_stop_the_work_and_the_loss_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "absent"
+    with EventWriter(folder / "e.sqlite") as writer:
+        for done in range(3):
+            writer.put(progress_event(done))
+        assert writer.flush() is False
+        assert writer.lost == 3
+        assert writer.problem is not None
+        folder.mkdir()
+        writer.put(progress_event(4))
+        assert writer.flush()
+        assert writer.problem is None
+    reader = EventReader(folder / "e.sqlite")
+    assert [event.done for _, event in reader.progress()] == [4]
+    (said,) = reader.latest()
+    assert (said.metric, said.value, said.alarm) == ("lost", 3.0, True)
+
+
+def test_a_disk_that_fills_up_costs_only_what_did_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "e.sqlite"
+    with EventWriter(path) as writer:
+        writer.put(reading(0, 1.0))
+        assert writer.flush()
+        assert writer._file is not None
+        writer._file._connection.execute("pragma max_page_count = 8")  # as full as a disk can be for SQLite
+        writer.put(reading(1, 1.0, metric="x" * 200_000))
+        assert writer.flush() is False
+        assert "full" in str(writer.problem)
+        assert writer.lost == 1
+        writer._file._connection.execute("pragma max_page_count = 1000000")
+        writer.put(reading(2, 3.0))
+        assert writer.flush()
+    assert [(one.metric, one.value) for _, one in EventReader(path).readings()] == [("m", 1.0), ("m", 3.0), ("lost", 1)]
+
+
+def reading(time_s: float, value: float | None, metric: str = "m", device: str = "gpu 0") -> Reading:
+    reason = "" if value is not None else "NotSupported"
+    return Reading(time_s=time_s, source="s", device=device, metric=metric, unit="u", value=value, reason=reason)
+
+
+@pytest.mark.parametrize("points", [12, 1000])
+def test_history_has_means_extremes_and_gaps_whatever_it_is_read_from(tmp_path: Path, points: int) -> None:
+    path, rows = tmp_path / "e.sqlite", []
+    with EventWriter(path) as writer:
+        for second in range(1200):
+            value = None if second % 10 == 3 else float(second)
+            rows.append(value)
+            writer.put(reading(float(second), value))
+            writer.put(reading(float(second), 7.0, device="gpu 1"))
+        assert writer.flush()
+        reader = EventReader(path)
+        first, second_ = reader.series()
+        assert (first.device, second_.device) == ("gpu 0", "gpu 1")
+        found = reader.history([first.id], 0.0, 1200.0, points)[first.id]
+    assert 0 < len(found) <= points
+    there = [value for value in rows if value is not None]
+    assert sum(bucket.count for bucket in found) == len(there)
+    assert sum(bucket.gaps for bucket in found) == len(rows) - len(there)
+    assert sum((bucket.mean or 0.0) * bucket.count for bucket in found) == pytest.approx(sum(there))
+    assert min(bucket.low for bucket in found if bucket.low is not None) == min(there)
+    assert max(bucket.high for bucket in found if bucket.high is not None) == max(there)
+    assert [bucket.time_s for bucket in found] == sorted(bucket.time_s for bucket in found)
+    assert [one.value for one in reader.latest()] == [1199.0, 7.0]
+    assert reader.span() == (0.0, 1200.0)
 
 
 def test_a_reading_has_a_value_or_a_reason() -> None:

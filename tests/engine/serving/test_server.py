@@ -345,6 +345,34 @@ def test_admin_routes_tell_what_runs(host: Host, single: Engine) -> None:
     assert beats[1].stage == "ready"
 
 
+def test_what_was_served_is_counted_and_exposed(host: Host, raw: httpx.Client) -> None:
+    client = host.client()
+    before = client.stats()
+    done = client.complete("what is a cow", params=SamplingParams(max_new_tokens=70, ignore_eos=True))
+    after = client.stats()
+    assert after.generated_tokens - before.generated_tokens == 70 == done.usage.completion_tokens
+    assert after.prompt_tokens - before.prompt_tokens == done.usage.prompt_tokens
+    assert after.requests["length"] == before.requests["length"] + 1
+    assert (after.running, after.waiting, after.free_pages) == (0, 0, after.num_pages)
+    assert after.step - before.step >= 70
+    assert 0 < after.busy_s - before.busy_s < after.time_s - before.time_s
+    sample = after.sample
+    assert sample is not None, "more steps than between two samples have passed"
+    assert {f"layers.{i}.ffn" for i in range(client.info().num_layers)} < set(sample.layers_ms)
+    (reduce,) = (one for one in sample.collectives if (one.axis, one.operation) == ("tp", "all_reduce"))
+    assert reduce.calls == 1 + 2 * client.info().num_layers, "one for the embedding, two a layer"
+    assert 0 < reduce.total_ms < sample.total_ms
+    text = raw.get("/metrics").text
+    assert f'firstlight_generated_tokens_total{{model="menagerie"}} {float(after.generated_tokens)}' in text
+    assert 'firstlight_sampled_collective_seconds{axis="tp",model="menagerie",operation="all_reduce"}' in text
+    assert "# TYPE firstlight_requests_running gauge" in text
+
+
+def test_a_trace_whose_answer_would_not_fit_is_refused(host: Host) -> None:
+    with pytest.raises(Refused, match="a trace of 20,000 positions would be"):
+        host.client().trace(np.zeros((200, 100), dtype=np.int64))
+
+
 def test_a_canary_stays_in_its_own_cage(host: Host) -> None:
     """64 requests at once, each with a word of its own, some with pictures, some leaving early.
 

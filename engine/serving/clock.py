@@ -1,0 +1,66 @@
+"""Times inside a step: by block through a tap, by collective through the recorder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from firstlight.engine.model.batch import Tap
+from firstlight.engine.parallel.comm import CommRecord
+from firstlight.engine.serving.stats import CollectiveTime
+
+Result = TypeVar("Result")
+
+
+class Clock:
+    """Seconds, with the device awaited."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def took(self, call: Callable[[], Result]) -> tuple[float, Result]:
+        """(seconds, what the call returned)."""
+        started_s = self.now()
+        result = call()
+        return self.now() - started_s, result
+
+
+class LayerTap:
+    """The time between taps, booked on the block that just ended; `starts_s` is when each block began."""
+
+    def __init__(self, clock: Clock, tap: Tap | None = None) -> None:
+        self.layers_s: dict[str, float] = {}
+        self.starts_s: dict[str, float] = {}
+        self._clock = clock
+        self._tap = tap
+        self._last_s = clock.now()
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        now_s = self._clock.now()
+        block = name if name.count(".") != 1 else f"{name}.ffn"
+        self.layers_s[block] = now_s - self._last_s
+        self.starts_s[block] = self._last_s
+        self._last_s = now_s
+        if self._tap is not None:
+            self._tap(name, value)
+
+
+def collective_times(records: Iterable[CommRecord]) -> tuple[CollectiveTime, ...]:
+    """Calls of the same kind added up."""
+    found: dict[tuple[str, str], tuple[int, int, float]] = {}
+    for record in records:
+        calls, nbytes, total_s = found.get((record.axis, record.operation), (0, 0, 0.0))
+        found[record.axis, record.operation] = calls + 1, nbytes + record.nbytes, total_s + record.duration_s
+    return tuple(
+        CollectiveTime(axis=axis, operation=operation, calls=calls, nbytes=nbytes, total_ms=1e3 * total_s)
+        for (axis, operation), (calls, nbytes, total_s) in found.items()
+    )

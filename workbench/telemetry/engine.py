@@ -1,0 +1,96 @@
+"""The engine's own counters, over HTTP: rates, batch, queue, cache, and what the last sampled step showed inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from firstlight.engine.errors import FirstlightError
+from firstlight.engine.serving.client import EngineClient
+from firstlight.engine.serving.stats import EngineStats
+from firstlight.workbench.readings import Reading
+from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
+
+
+class EngineSource:
+    """Device `engine`, and one device per block and collective of the last sampled step."""
+
+    name = "engine"
+    every_s = 0.1
+
+    def __init__(self, client: Callable[[], EngineClient | None]) -> None:
+        self._client = client
+        self._rates = Rates()
+        self._sampled_step = -1
+        self.step: int | None = None
+
+    def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
+        client = self._client()
+        if client is None:
+            return
+        try:
+            stats = client.stats()
+        except FirstlightError as error:
+            make = Maker(self.name, time_s, step)
+            failure = client.health().failure
+            yield make.none("engine", "tokens", "tokens/s", str(failure or error), alarm=failure is not None)
+            return
+        self.step = stats.step
+        yield from self._readings(Maker(self.name, time_s, stats.step), stats)
+
+    def _readings(self, make: Maker, stats: EngineStats) -> Iterator[Reading]:
+        for metric, count in (("tokens", stats.generated_tokens), ("prompt_tokens", stats.prompt_tokens)):
+            rate = self._rates.rate("engine", metric, stats.time_s, count)
+            none = make.none("engine", metric, "tokens/s", FIRST)
+            yield none if rate is None else make.value("engine", metric, "tokens/s", rate)
+        busy = self._rates.rate("engine", "busy", stats.time_s, stats.busy_s)
+        if busy is not None:
+            yield make.value("engine", "busy", "%", 100 * min(1.0, busy))
+        yield make.value("engine", "running", "requests", stats.running)
+        yield make.value("engine", "waiting", "requests", stats.waiting)
+        yield make.value("engine", "cache_used", "%", 100 * (1 - stats.free_pages / stats.num_pages))
+        if stats.step:
+            yield make.value("engine", "step", "ms", stats.last_step_ms)
+        yield from self._sampled(stats)
+
+    def _sampled(self, stats: EngineStats) -> Iterator[Reading]:
+        sample = stats.sample
+        if sample is None or sample.step == self._sampled_step:
+            return
+        self._sampled_step = sample.step
+        make = Maker(self.name, sample.time_s, sample.step)
+        for block, value_ms in sample.layers_ms.items():
+            yield make.value(f"block {block}", "time", "ms", value_ms)
+        for one in sample.collectives:
+            yield make.value(f"{one.operation} {one.axis}", "time", "ms", one.total_ms)
+            yield make.value(f"{one.operation} {one.axis}", "moved", "B", one.nbytes)
+
+
+class MemorySource:
+    """What every rank of the engine holds, by role; asking takes the ranks' attention, so it is done seldom."""
+
+    name = "memory"
+    every_s = 5.0
+
+    def __init__(self, client: Callable[[], EngineClient | None]) -> None:
+        self._client = client
+
+    def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
+        client = self._client()
+        if client is None:
+            return
+        make = Maker(self.name, time_s, step)
+        try:
+            ranks = client.memory()
+        except FirstlightError as error:
+            yield make.none("engine", "memory", "B", str(error))
+            return
+        for rank in ranks:
+            device = f"rank {rank.rank}"
+            for role, nbytes in rank.bytes_by_role.items():
+                yield make.value(device, role, "B", nbytes)
+            yield make.value(device, "resident", "B", rank.resident_bytes)
+            for metric, held in (("allocated", rank.allocated_bytes), ("reserved", rank.reserved_bytes)):
+                if held is None:
+                    yield make.none(device, metric, "B", f"torch keeps no account of {rank.device} memory")
+                else:
+                    yield make.value(device, metric, "B", held)

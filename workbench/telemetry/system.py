@@ -1,0 +1,56 @@
+"""The machine itself, through psutil: processors, memory, disks, network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+
+from firstlight.workbench.readings import Reading
+from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
+
+
+class SystemSource:
+    """Device `host`, and one device per network interface and disk that moved anything since the machine started."""
+
+    name = "psutil"
+    every_s = 0.1
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+        psutil.cpu_percent()  # the first call has nothing to compare with and would say 0
+
+    def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
+        make = Maker(self.name, time_s, step)
+        yield make.value("host", "cpu_utilisation", "%", psutil.cpu_percent())
+        yield make.value("host", "load_1min", "processes", psutil.getloadavg()[0])
+        memory = psutil.virtual_memory()
+        yield make.value("host", "memory_used", "B", memory.total - memory.available)
+        yield make.value("host", "memory_total", "B", memory.total)
+        swap = psutil.swap_memory()
+        if swap.total:
+            yield make.value("host", "swap_used", "B", swap.used)
+        else:
+            yield make.none("host", "swap_used", "B", "this machine has no swap")
+        yield from self._disks(make, time_s)
+        yield from self._networks(make, time_s)
+
+    def _disks(self, make: Maker, time_s: float) -> Iterator[Reading]:
+        counters = psutil.disk_io_counters(perdisk=True, nowrap=True)
+        if not counters:
+            yield make.none("host", "disk_read", "B/s", "the system counts no disks here (a container, often)")
+            return
+        for disk, one in counters.items():
+            if one.read_bytes or one.write_bytes:
+                yield self._rate(make, f"disk {disk}", "disk_read", time_s, one.read_bytes)
+                yield self._rate(make, f"disk {disk}", "disk_written", time_s, one.write_bytes)
+
+    def _networks(self, make: Maker, time_s: float) -> Iterator[Reading]:
+        for interface, one in psutil.net_io_counters(pernic=True, nowrap=True).items():
+            if one.bytes_recv or one.bytes_sent:
+                yield self._rate(make, f"net {interface}", "received", time_s, one.bytes_recv)
+                yield self._rate(make, f"net {interface}", "sent", time_s, one.bytes_sent)
+
+    def _rate(self, make: Maker, device: str, metric: str, time_s: float, count: float) -> Reading:
+        rate = self._rates.rate(device, metric, time_s, count)
+        return make.none(device, metric, "B/s", FIRST) if rate is None else make.value(device, metric, "B/s", rate)
