@@ -17,6 +17,7 @@ CODES: dict[str, str] = {
     "shadowed-file": "a file of weights that is left aside since another one is read",
     "truncated-shard": "a shard is shorter than its header says",
     "read-failed": "the system could not read a part of a file",
+    "changed-file": "a file changed while it was being read",
     "trailing-bytes": "a shard is longer than its header says",
     "header-too-large": "a header exceeds the limit on its size",
     "header-invalid": "a header is not valid: JSON, offsets, overlap, gaps or sizes",

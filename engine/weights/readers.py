@@ -5,94 +5,228 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
-import msgspec
-
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.errors import FirstlightError
+from firstlight.engine.weights.sources.base import ByteSource, OpenFile, ReadShape
+from firstlight.engine.weights.sources.local import LocalFiles
 
 Piece = tuple[str | os.PathLike[str], int, memoryview]
 
-CHUNK_BYTES = 8 << 20  # most of one system call
-SMALLEST_CHUNK_BYTES = 1 << 20  # large enough to hide the cost of a call
 CHUNKS_PER_THREAD = 4  # so that all threads end at about the same time
-MAX_GAP_BYTES = 4 << 10  # unwanted bytes between two pieces that are cheaper to read than to skip
-MAX_BUFFERS = 512  # per preadv; Linux accepts 1,024
+MAX_BUFFERS = 512  # per read; Linux accepts 1,024
+AHEAD_BYTES = 256 << 20  # of jobs that are being read or wait to be taken
+POLL_S = 0.1  # how soon a cancellation is seen
 
 
-class _Read(msgspec.Struct):
-    """One preadv: buffers that follow one another in the file from `offset_bytes`; None: bytes to throw away."""
+class Cancelled(FirstlightError):
+    """Reading was given up because somebody asked for it."""
 
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Pieces (file, offset, writable contiguous memory) that are of use together; `payload` is the caller's own."""
+
+    pieces: Sequence[Piece]
+    payload: Any = None
+    nbytes: int = field(init=False)
+    left: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(target.nbytes for _, _, target in self.pieces)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One request: buffers that follow one another in the file from `offset_bytes`; None: bytes to throw away."""
+
+    job: Job
     file: _SharedFile
     offset_bytes: int
     buffers: list[tuple[memoryview | None, int]]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for view, nbytes in self.buffers if view is not None)
+
 
 class _SharedFile:
-    """A file that is opened by its first read and closed by its last, so that few descriptors are open at any time."""
+    """A file that is opened by its first read and closed by the last one planned, so that few are open at any time."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, source: ByteSource, name: str) -> None:
         self.reads_left = 0
-        self._descriptor: int | None = None
+        self._source = source
+        self._name = name
+        self._opened: OpenFile | None = None
         self._lock = threading.Lock()
 
-    def descriptor(self) -> int:
+    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         with self._lock:
-            if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptor
+            if self._opened is None:
+                self._opened = self._source.open(self._name)
+            opened = self._opened
+        opened.read_into(offset_bytes, buffers)
 
     def read_done(self) -> None:
         with self._lock:
             self.reads_left -= 1
-        if self.reads_left == 0:
+            opened = self._opened if self.reads_left == 0 else None
+        if opened is not None:
+            opened.check()
             self.close()
 
     def close(self) -> None:
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
 
 
-def read_pieces(pieces: Iterable[Piece], threads: int, progress: Callable[[int], None] | None = None) -> int:
+def read_pieces(
+    pieces: Iterable[Piece],
+    threads: int,
+    progress: Callable[[int], None] | None = None,
+    source: ByteSource | None = None,
+) -> int:
     """Fill every memoryview with the bytes of its file that start at its offset; returns the bytes delivered.
 
     Args:
-        pieces: (path, offset_bytes, writable contiguous memoryview), in any order; ranges of one file may overlap.
+        pieces: (file, offset_bytes, writable contiguous memoryview), in any order; ranges of one file may overlap.
         threads: reads in flight; the interpreter lock is released during each.
         progress: called in the caller's thread with the number of bytes delivered since the call before.
+        source: where the files are; without it they are paths of this machine.
 
     Raises:
         Refused: a file is missing, cannot be read, or ends before a piece does; names file and offset. Some of the
             memory is filled by then.
 
-    Neighbouring pieces of a file, with gaps of at most 4 KiB between them, are read by one system call, and pieces
-    larger than 8 MiB, or than a fair share of a thread, by several. At most `threads` + 1 files are open at any time.
+    Neighbouring pieces of a file, with small gaps between them, are read by one request, and large pieces by several.
+    At most `threads` + 1 files are open at any time.
     """
-    assert threads >= 1, threads
-    reads = _plan(list(pieces), threads)
-    if not reads:
-        return 0
-    threads = min(threads, len(reads))
-    delivered = 0
-    for count in _carry_out_inline(reads) if threads == 1 else _carry_out(reads, threads):
-        delivered += count
-        if progress is not None:
-            progress(count)
-    return delivered
+    jobs = [Job(list(pieces))]
+    for _ in read_jobs(jobs, source or LocalFiles(), threads, progress):
+        pass
+    return jobs[0].nbytes
 
 
-def _plan(pieces: Sequence[Piece], threads: int) -> list[_Read]:
+def read_jobs(
+    jobs: Iterable[Job],
+    source: ByteSource,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    cancel: threading.Event | None = None,
+    ahead_bytes: int = AHEAD_BYTES,
+) -> Iterator[Job]:
+    """Yield each job, in order, once all of its pieces are read; those behind it are being read meanwhile.
+
+    The next job is taken from `jobs` only when fewer than `ahead_bytes` are being read or wait to be taken by the
+    caller, so a generator may reserve memory for it then. `threads` None: as many reads in flight as suit the source.
+
+    Raises `Refused` as `read_pieces` does, and `Cancelled` when `cancel` is set. Whatever ends it, no reader is left
+    and every file is closed.
+    """
+    readers = _Readers(source, threads or source.shape.in_flight)
+    waiting: deque[Job] = deque()
+    coming, in_hand = iter(jobs), 0
+    try:
+        while True:
+            while coming is not None and (not waiting or in_hand < ahead_bytes):
+                job = next(coming, None)
+                if job is None:
+                    coming = None
+                    break
+                waiting.append(job)
+                in_hand += job.nbytes
+                readers.add(job)
+            if not waiting:
+                return
+            while waiting[0].left:
+                count = readers.wait(cancel)
+                if progress is not None:
+                    progress(count)
+            done = waiting.popleft()
+            yield done
+            in_hand -= done.nbytes
+    finally:
+        readers.close()
+
+
+class _Readers:
+    """Threads that carry out reads in the order they were added; the first failure is raised where it is waited for."""
+
+    def __init__(self, source: ByteSource, threads: int) -> None:
+        assert threads >= 1, threads
+        self._source = source
+        self._threads = threads
+        self._workers: list[threading.Thread] = []
+        self._todo: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Read | BaseException] = queue.SimpleQueue()
+        self._files: dict[int, _SharedFile] = {}
+        self._stop = threading.Event()
+
+    def add(self, job: Job) -> None:
+        """Plan a job's reads and let them be carried out."""
+        reads = list(_plan(job, self._source, self._threads))
+        job.left = len(reads)
+        for read in reads:
+            self._files[id(read.file)] = read.file
+            self._todo.put(read)
+        wanted = min(self._threads, len(self._workers) + len(reads))
+        while len(self._workers) < wanted:
+            worker = threading.Thread(target=self._work, name=f"read-{len(self._workers)}", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+
+    def wait(self, cancel: threading.Event | None) -> int:
+        """The bytes of the next read to end."""
+        while True:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("reading was cancelled")
+            try:
+                result = self._done.get(timeout=POLL_S if cancel is not None else None)
+            except queue.Empty:
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            result.job.left -= 1
+            if not result.file.reads_left:
+                self._files.pop(id(result.file), None)
+            return result.nbytes
+
+    def close(self) -> None:
+        """Stop all readers after the request each is at, and close what is open."""
+        self._stop.set()
+        for _ in self._workers:
+            self._todo.put(None)
+        for worker in self._workers:
+            worker.join()
+        for file in self._files.values():
+            file.close()
+
+    def _work(self) -> None:
+        scratch = memoryview(bytearray(self._source.shape.gap_bytes))
+        while (read := self._todo.get()) is not None and not self._stop.is_set():
+            try:
+                buffers = [scratch[:nbytes] if view is None else view for view, nbytes in read.buffers]
+                read.file.read_into(read.offset_bytes, buffers)
+                read.file.read_done()
+                self._done.put(read)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+                self._done.put(error)
+                return
+
+
+def _plan(job: Job, source: ByteSource, threads: int) -> Iterator[_Read]:
     """Order pieces by file and offset, cut large ones into chunks and join neighbours into one read."""
-    share_bytes = sum(target.nbytes for _, _, target in pieces) // (threads * CHUNKS_PER_THREAD)
-    chunk_bytes = min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, share_bytes))
+    shape = source.shape
+    share_bytes = job.nbytes // (threads * CHUNKS_PER_THREAD)
+    chunk_bytes = min(shape.chunk_bytes, max(shape.smallest_bytes, share_bytes))
     chunks: list[tuple[str, int, memoryview]] = []
-    for path, offset_bytes, target in pieces:
+    for path, offset_bytes, target in job.pieces:
         if target.nbytes == 0:
             continue
         view = target.cast("B")
@@ -101,16 +235,16 @@ def _plan(pieces: Sequence[Piece], threads: int) -> list[_Read]:
         for start in range(0, view.nbytes, chunk_bytes):
             chunks.append((name, offset_bytes + start, view[start : start + chunk_bytes]))
     chunks.sort(key=lambda chunk: chunk[:2])
-    reads: list[_Read] = []
     for name, group in groupby(chunks, key=lambda chunk: chunk[0]):
-        file = _SharedFile(name)
-        of_this_file = list(_join(file, ((offset, view) for _, offset, view in group), chunk_bytes))
-        file.reads_left = len(of_this_file)
-        reads += of_this_file
-    return reads
+        file = _SharedFile(source, name)
+        reads = list(_join(job, file, ((offset, view) for _, offset, view in group), chunk_bytes, shape))
+        file.reads_left = len(reads)
+        yield from reads
 
 
-def _join(file: _SharedFile, chunks: Iterable[tuple[int, memoryview]], most_bytes: int) -> Iterator[_Read]:
+def _join(
+    job: Job, file: _SharedFile, chunks: Iterable[tuple[int, memoryview]], most_bytes: int, shape: ReadShape
+) -> Iterator[_Read]:
     """Join chunks of one file, sorted by offset, while they are close together and the read stays small."""
     current: _Read | None = None
     end = 0
@@ -118,7 +252,7 @@ def _join(file: _SharedFile, chunks: Iterable[tuple[int, memoryview]], most_byte
         gap = offset - end
         if (
             current is not None
-            and 0 <= gap <= MAX_GAP_BYTES
+            and 0 <= gap <= shape.gap_bytes
             and len(current.buffers) + 2 <= MAX_BUFFERS
             and offset + view.nbytes - current.offset_bytes <= most_bytes
         ):
@@ -128,121 +262,7 @@ def _join(file: _SharedFile, chunks: Iterable[tuple[int, memoryview]], most_byte
         else:
             if current is not None:
                 yield current
-            current = _Read(file, offset, [(view, view.nbytes)])
+            current = _Read(job, file, offset, [(view, view.nbytes)])
         end = offset + view.nbytes
     if current is not None:
         yield current
-
-
-def _perform(read: _Read, scratch: memoryview) -> int:
-    """Carry out one read, going on after short ones; returns the bytes delivered, gaps not counted."""
-    file = read.file
-    try:
-        descriptor = file.descriptor()
-        pending = [scratch[:nbytes] if view is None else view for view, nbytes in read.buffers]
-        offset = read.offset_bytes
-        while pending:
-            count = os.preadv(descriptor, pending, offset)
-            if count == 0:
-                raise _ended_early(file.path, offset, sum(view.nbytes for view in pending))
-            offset += count
-            pending = _after(pending, count)
-    except FileNotFoundError as error:
-        raise Refused(
-            fatal(
-                "missing-shard",
-                "a file of the checkpoint is not there",
-                file=file.path,
-                next="fetch the file again, or scan the directory to see what else is missing",
-            )
-        ) from error
-    except OSError as error:
-        raise Refused(
-            fatal(
-                "read-failed",
-                f"the system could not read {sum(nbytes for _, nbytes in read.buffers)} bytes at {read.offset_bytes}: "
-                f"{error.strerror}",
-                file=file.path,
-                next="check permissions and the health of the storage",
-            )
-        ) from error
-    file.read_done()
-    return sum(nbytes for view, nbytes in read.buffers if view is not None)
-
-
-def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers after their first `count` bytes were filled."""
-    for index, view in enumerate(buffers):
-        if count < view.nbytes:
-            return [view[count:], *buffers[index + 1 :]]
-        count -= view.nbytes
-    return []
-
-
-def _ended_early(path: str, offset: int, missing: int) -> Refused:
-    size = Path(path).stat().st_size
-    return Refused(
-        fatal(
-            "truncated-shard",
-            f"the file ends at byte {size}, while {missing} bytes from byte {offset} on are needed",
-            file=path,
-            expected=f"at least {offset + missing} bytes",
-            found=f"{size} bytes",
-            next=f"fetch bytes {size} to {offset + missing - 1} of the file again",
-        )
-    )
-
-
-def _new_scratch() -> memoryview:
-    return memoryview(bytearray(MAX_GAP_BYTES))
-
-
-def _carry_out_inline(reads: list[_Read]) -> Iterator[int]:
-    scratch = _new_scratch()
-    try:
-        for read in reads:
-            yield _perform(read, scratch)
-    finally:
-        _close_all(reads)
-
-
-def _carry_out(reads: list[_Read], threads: int) -> Iterator[int]:
-    """Yield the bytes of each finished read, in the caller's thread; the first failure stops all and is raised."""
-    todo = iter(reads)
-    done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
-    lock = threading.Lock()
-    stop = threading.Event()
-
-    def work() -> None:
-        scratch = _new_scratch()
-        while not stop.is_set():
-            with lock:
-                read = next(todo, None)
-            if read is None:
-                return
-            try:
-                done.put(_perform(read, scratch))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-                done.put(error)
-                return
-
-    workers = [threading.Thread(target=work, name=f"read-{index}", daemon=True) for index in range(threads)]
-    try:
-        for worker in workers:
-            worker.start()
-        for _ in reads:
-            result = done.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-    finally:
-        stop.set()
-        for worker in workers:
-            worker.join()
-        _close_all(reads)
-
-
-def _close_all(reads: list[_Read]) -> None:
-    """Close what a failure left open; files whose reads all finished are closed already."""
-    for file in {read.file for read in reads}:
-        file.close()

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights import readers
-from firstlight.engine.weights.readers import MAX_GAP_BYTES, Piece, read_pieces
+from firstlight.engine.weights.readers import Piece, read_pieces
+from firstlight.engine.weights.sources import local
+from firstlight.engine.weights.sources.local import LOCAL_SHAPE
+
+MAX_GAP_BYTES = LOCAL_SHAPE.gap_bytes
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, bytes]:
     """Three files with different random bytes; the last is larger than two chunks."""
     directory = tmp_path_factory.mktemp("files")
     contents = {}
-    for index, size in enumerate([10_000, 300_000, 2 * readers.CHUNK_BYTES + 12_345]):
+    for index, size in enumerate([10_000, 300_000, 2 * LOCAL_SHAPE.chunk_bytes + 12_345]):
         path = directory / f"shard-{index}.bin"
         contents[path] = random.Random(index).randbytes(size)
         path.write_bytes(contents[path])
@@ -75,12 +78,12 @@ def test_near_pieces_share_a_system_call(
     starts = [5 + index * (30 + gap) for index in range(50)]
     calls = []
 
-    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def counted(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         calls.append(offset)
-        return preadv(descriptor, buffers, offset)
+        return preadv(descriptor, buffers, offset, flags)
 
     preadv = os.preadv
-    monkeypatch.setattr(readers.os, "preadv", counted)
+    monkeypatch.setattr(local.os, "preadv", counted)
     read_pieces([(path, start, memoryview(target)) for start, target in zip(starts, targets, strict=True)], 1)
     assert len(calls) == system_calls
     assert [bytes(target) for target in targets] == [content[start : start + 30] for start in starts]
@@ -90,10 +93,10 @@ def test_short_reads_are_continued(files: dict[Path, bytes], monkeypatch: pytest
     """A network file system may return fewer bytes than asked for, in the middle of a buffer."""
     preadv = os.preadv
 
-    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return preadv(descriptor, [buffers[0][:777]], offset)
+    def short(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        return preadv(descriptor, [buffers[0][:777]], offset, flags)
 
-    monkeypatch.setattr(readers.os, "preadv", short)
+    monkeypatch.setattr(local.os, "preadv", short)
     pieces, targets, expected = random_pieces(files, 60)
     read_pieces(pieces, 2)
     assert [bytes(target) for target in targets] == expected

@@ -1,0 +1,157 @@
+"""What every source of bytes offers: names, sizes, versions, and reading a range into memory that is already there."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """Size of a file, and what changes when its contents do (an etag, a time); None where nothing tells."""
+
+    nbytes: int
+    version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShape:
+    """How a source is best read: requests of at most `chunk_bytes`, `in_flight` at once.
+
+    Two ranges with at most `gap_bytes` between them are one request; where there is little to read, requests become
+    smaller, down to `smallest_bytes`, so that all readers end together.
+    """
+
+    chunk_bytes: int
+    smallest_bytes: int
+    gap_bytes: int
+    in_flight: int
+
+
+class OpenFile(Protocol):
+    """One file of a source, as long as somebody reads it; used by many threads."""
+
+    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers one after another with what starts at `offset_bytes`; `Refused` names file and range."""
+
+    def check(self) -> None:
+        """Raises `Refused` (changed-file) if what was read need not be of one version."""
+
+    def close(self) -> None: ...
+
+
+class ByteSource(Protocol):
+    """Where the files of a checkpoint are. `url` is how it is shown: never with credentials in it."""
+
+    url: str
+    shape: ReadShape
+    usage: Usage
+
+    def names(self) -> tuple[str, ...]:
+        """All files, sorted."""
+
+    def stat(self, name: str) -> FileStat:
+        """Raises `Refused` (missing-shard) for a file that is not there."""
+
+    def open(self, name: str) -> OpenFile: ...
+
+    def describe(self) -> str:
+        """In words how bytes came, for reports."""
+
+
+class Usage:
+    """Bytes and events by kind, counted by many threads at once."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[kind] += count
+
+    def __getitem__(self, kind: str) -> int:
+        return self._counts[kind]
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+
+def ended_early(file: str, size: int, end: int, wanted: int) -> Refused:
+    """The file ends at `size`, while `wanted` bytes up to `end` are needed."""
+    return Refused(
+        fatal(
+            "truncated-shard",
+            f"the file ends at byte {size}, while {wanted} bytes from byte {end - wanted} on are needed",
+            file=file,
+            expected=f"at least {end} bytes",
+            found=f"{size} bytes",
+            next=f"fetch bytes {size} to {end - 1} of the file again",
+        )
+    )
+
+
+def changed(file: str, expected: str, found: str) -> Refused:
+    """The file is not the one whose header was read."""
+    return Refused(
+        fatal(
+            "changed-file",
+            f"{file} changed while it was being read: what was loaded is of two versions",
+            file=file,
+            expected=expected,
+            found=found,
+            next="load again once nobody writes to it",
+        )
+    )
+
+
+def absent(file: str) -> Refused:
+    """There is no such file."""
+    return Refused(
+        fatal(
+            "missing-shard",
+            "a file of the checkpoint is not there",
+            file=file,
+            next="fetch the file again, or scan the directory to see what else is missing",
+        )
+    )
+
+
+def unread(file: str, offset_bytes: int, nbytes: int, reason: str) -> Refused:
+    """The system could not read a range."""
+    return Refused(
+        fatal(
+            "read-failed",
+            f"the system could not read {nbytes} bytes at {offset_bytes}: {reason}",
+            file=file,
+            next="check permissions and the health of the storage",
+        )
+    )
+
+
+def after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after their first `count` bytes were filled."""
+    for index, view in enumerate(buffers):
+        if count < view.nbytes:
+            return [view[count:], *buffers[index + 1 :]]
+        count -= view.nbytes
+    return []
+
+
+def scatter(part: memoryview, buffers: list[memoryview]) -> list[memoryview]:
+    """Copy `part` into the buffers, one after another; what is left of them. Bytes beyond them are an error."""
+    taken = 0
+    for index, view in enumerate(buffers):
+        count = min(view.nbytes, part.nbytes - taken)
+        view[:count] = part[taken : taken + count]
+        taken += count
+        if count < view.nbytes:
+            return [view[count:], *buffers[index + 1 :]]
+    assert taken == part.nbytes, f"{part.nbytes - taken} bytes more than asked for"
+    return []
