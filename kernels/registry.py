@@ -43,6 +43,9 @@ class Choice:
     gated_activation: signatures.GatedActivation
     write_cache: signatures.WriteCache
     attention: signatures.Attention
+    selective_attention: signatures.SelectiveAttention
+    causal_conv: signatures.CausalConv
+    linear_attention: signatures.LinearAttention
     router_topk: signatures.RouterTopk
     grouped_matmul: signatures.GroupedMatmul
     moe: signatures.Moe

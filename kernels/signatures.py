@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from firstlight.kernels.attention.meta import AttentionMeta
+from firstlight.kernels.sequences import Sequences
 
 
 class RmsNorm(Protocol):
@@ -64,6 +65,51 @@ class Attention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks_N: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class SelectiveAttention(Protocol):
+    """Attend to the cached keys that are selected for each token."""
+
+    def __call__(
+        self,
+        q_TND: Tensor,
+        k_cache_PKSD: Tensor,
+        v_cache_PKSV: Tensor,
+        meta: AttentionMeta,
+        scale: float,
+        seen: Sequence[Tensor],
+        softcap: float | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class CausalConv(Protocol):
+    """Convolve each channel with its own filter; the last inputs of each sequence are its state."""
+
+    def __call__(
+        self,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        state_SCW: Tensor,
+        sequences: Sequences,
+        activation: str = "silu",
+    ) -> Tensor: ...
+
+
+class LinearAttention(Protocol):
+    """Decay, write and read a matrix per head, token after token."""
+
+    def __call__(
+        self,
+        q_TJK: Tensor,
+        k_TJK: Tensor,
+        v_TNV: Tensor,
+        log_decay: Tensor,
+        beta_TN: Tensor | None,
+        state_SNKV: Tensor,
+        sequences: Sequences,
     ) -> Tensor: ...
 
 

@@ -39,7 +39,9 @@ class ForwardBatch:
     `attention` knows lengths, pages and where each token's entry goes. `logit_rows` picks the rows whose logits are
     wanted (None: all). `rope_lens` are the lengths by which stretched rotary positions choose their frequencies (None:
     each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow). `rotary`
-    keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it.
+    keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it. `handed` is what a layer
+    leaves for those behind it beside the stream: `chosen`, the keys [T, k] that the last indexer chose, and `chosen.i`,
+    those that layer i chose.
     """
 
     token_ids_T: Tensor
@@ -54,3 +56,4 @@ class ForwardBatch:
     tap: Tap | None = None
     rope_lens: tuple[int, ...] | None = None
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    handed: dict[str, Tensor] = field(default_factory=dict)

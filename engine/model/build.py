@@ -34,6 +34,7 @@ class Model:
         self._embed = TokenEmbedding(spec, access) if self.is_first else None
         self._vision = VisionTower(spec.vision, access) if spec.vision and self.is_first else None
         self._layers = [Layer(spec.layers[i], access.into(f"layers.{i}"), i) for i in range(start, stop)]
+        self._choosers = [spec.chooser(i) for i in range(start, stop)]
         self._ends = (
             ENDS[type(spec.residual)](spec.residual, access.into("residual"), self.is_last) if spec.residual else None
         )
@@ -49,10 +50,10 @@ class Model:
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         """Logits [R, vocabulary] float32 for the rows asked for, on the last stage; None on the others."""
         x_TH = self._embedded(batch) if self.is_first else self._received(batch)
-        for layer, cache in zip(self._layers, batch.cache, strict=True):
-            x_TH = layer(x_TH, batch, cache)
+        for index in range(*self.layer_range):
+            x_TH = self._through(index, x_TH, batch)
         if not self.is_last:
-            batch.comms.pp.send(x_TH, batch.comms.pp.index + 1)
+            self._send(x_TH, batch)
             return None
         return self._logits(x_TH, batch)
 
@@ -68,10 +69,9 @@ class Model:
 
         What comes back is what comparisons show of its output, [T, H]; of the last layer, behind the final norm.
         """
-        start, _ = self.layer_range
         shown: dict[str, Tensor] = {}
         tapped = replace(batch, tap=_both(batch.tap, shown))
-        x_TH = self._layers[index - start](x_TH.to(self.device, self.dtype), tapped, batch.cache[index - start])
+        x_TH = self._through(index, x_TH.to(self.device, self.dtype), tapped)
         if self._norm is not None and index == self.spec.num_layers - 1:
             return self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))
         return shown[f"layers.{index}"]
@@ -81,6 +81,16 @@ class Model:
         """The output head alone on given last hidden states [T, H], after the final norm; last stage only."""
         assert self._head is not None, "this rank holds no output head"
         return self._head(x_TH.to(self.device, self.dtype), batch)
+
+    def _through(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """One layer, which finds the keys that its own indexer, or that of a layer in front of it, chose."""
+        place, chooser = index - self.layer_range[0], self._choosers[index - self.layer_range[0]]
+        if chooser is not None and chooser != index:
+            batch.handed["chosen"] = batch.handed[f"chosen.{chooser}"]
+        x_TH = self._layers[place](x_TH, batch, batch.cache[place])
+        if chooser == index:
+            batch.handed[f"chosen.{index}"] = batch.handed["chosen"]
+        return x_TH
 
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         assert self._embed is not None
@@ -92,7 +102,20 @@ class Model:
     def _received(self, batch: ForwardBatch) -> Tensor:
         shape = (batch.token_ids_T.shape[0], *self.spec.stream_shape(self.layer_range[0]))
         empty_TH = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return batch.comms.pp.receive(empty_TH, batch.comms.pp.index - 1)
+        source = batch.comms.pp.index - 1
+        if chosen := self.spec.chosen_keys(self.layer_range[0]):
+            layer, keys = chosen
+            empty_Tk = torch.empty(
+                shape[0], min(keys, batch.attention.max_kv_len), dtype=torch.int64, device=self.device
+            )
+            batch.handed[f"chosen.{layer}"] = batch.comms.pp.receive(empty_Tk, source)
+        return batch.comms.pp.receive(empty_TH, source)
+
+    def _send(self, x_TH: Tensor, batch: ForwardBatch) -> None:
+        destination = batch.comms.pp.index + 1
+        if chosen := self.spec.chosen_keys(self.layer_range[1]):
+            batch.comms.pp.send(batch.handed[f"chosen.{chosen[0]}"], destination)
+        batch.comms.pp.send(x_TH, destination)
 
     def _logits(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         assert self._norm is not None

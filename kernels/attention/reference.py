@@ -6,6 +6,8 @@ heads, G = N / K, D head dim, V value head dim, P pages, S page size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,18 +39,42 @@ def attention(
     uses key head n // (N / K). Logits are q.k * scale, then softcap * tanh(logit / softcap) where given (Gemma 2),
     then the mask: a key at or before the query and, with a window, less than `window` positions before it. `sinks_N`
     [N] joins each softmax as one more logit that has no value (GPT-OSS). All in float32, rounded once. Vaswani et
-    al., arXiv:1706.03762; GQA: arXiv:2305.13245. Not covered: bidirectional spans, ALiBi.
+    al., arXiv:1706.03762; GQA: arXiv:2305.13245. Not covered: ALiBi; other masks: `selective_attention`.
     """
-    outputs = []
-    start = 0
-    for query_len, kv_len, pages in zip(meta.query_lens, meta.kv_lens, meta.pages, strict=True):
-        used = torch.tensor(pages[: -(-kv_len // meta.page_size)], device=q_TND.device)
-        k_KLD = k_cache_PKSD[used].transpose(0, 1).flatten(1, 2)[:, :kv_len].float()
-        v_KLV = v_cache_PKSV[used].transpose(0, 1).flatten(1, 2)[:, :kv_len].float()
+    seen = [visible(q, kv, window, q_TND.device) for q, kv in zip(meta.query_lens, meta.kv_lens, strict=True)]
+    return selective_attention(q_TND, k_cache_PKSD, v_cache_PKSV, meta, scale, seen, softcap, sinks_N)
+
+
+def selective_attention(
+    q_TND: Tensor,
+    k_cache_PKSD: Tensor,
+    v_cache_PKSV: Tensor,
+    meta: AttentionMeta,
+    scale: float,
+    seen: Sequence[Tensor],
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Attend from each token to the keys of its sequence that `seen` selects, one bool [t, L] a sequence.
+
+    Otherwise as `attention`. Every token must see a key, unless there are sinks. For what no window says: chunks of
+    positions (Llama 4), keys that an indexer chose (DeepSeek-V3.2, arXiv:2512.02556), spans seen in both directions.
+    """
+    outputs, start = [], 0
+    for b, (query_len, seen_tL) in enumerate(zip(meta.query_lens, seen, strict=True)):
+        k_KLD = cached(k_cache_PKSD, meta, b).float()
+        v_KLV = cached(v_cache_PKSV, meta, b).float()
         q_tND = q_TND[start : start + query_len].float()
-        outputs.append(_attend_one(q_tND, k_KLD, v_KLV, scale, window, softcap, sinks_N))
+        outputs.append(_attend_one(q_tND, k_KLD, v_KLV, scale, seen_tL, softcap, sinks_N))
         start += query_len
     return torch.cat(outputs).to(q_TND.dtype)
+
+
+def cached(cache_PKSD: Tensor, meta: AttentionMeta, b: int) -> Tensor:
+    """What the cache holds of sequence b, in order: [K, L, D]."""
+    kv_len = meta.kv_lens[b]
+    used = torch.tensor(meta.pages[b][: -(-kv_len // meta.page_size)], device=cache_PKSD.device)
+    return cache_PKSD[used].transpose(0, 1).flatten(1, 2)[:, :kv_len]
 
 
 def _attend_one(
@@ -56,7 +82,7 @@ def _attend_one(
     k_KLD: Tensor,
     v_KLV: Tensor,
     scale: float,
-    window: int | None,
+    seen_tL: Tensor,
     softcap: float | None,
     sinks_N: Tensor | None,
 ) -> Tensor:
@@ -65,7 +91,7 @@ def _attend_one(
     logits_NtL = torch.einsum("tnd,nld->ntl", q_tND, k_NLD) * scale
     if softcap is not None:
         logits_NtL = softcap * torch.tanh(logits_NtL / softcap)
-    logits_NtL = logits_NtL.masked_fill(~visible(q_tND.shape[0], k_KLD.shape[1], window, q_tND.device), float("-inf"))
+    logits_NtL = logits_NtL.masked_fill(~seen_tL, float("-inf"))
     if sinks_N is not None:
         sink_Nt1 = sinks_N.float()[:, None, None].expand(-1, logits_NtL.shape[1], 1)
         weights_NtL = torch.cat((logits_NtL, sink_Nt1), dim=-1).softmax(dim=-1)[..., :-1]

@@ -1,14 +1,22 @@
-"""Grouped-query attention over the cache. Legend: T tokens, H hidden, N query heads, K key/value heads, D head dim."""
+"""Grouped-query attention over the cache.
+
+Legend: T tokens, t tokens and L keys of one sequence, H hidden, N query heads, K key/value heads, D head dim, V value
+head dim.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
-from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.norm import QK_NORMS, Norm
 from firstlight.engine.model.layers.rope import angles
 from firstlight.engine.model.spec import Attention as AttentionSpec
+from firstlight.engine.model.spec import Temperature
+from firstlight.kernels.attention.meta import AttentionMeta
+from firstlight.kernels.attention.reference import visible
 
 
 class Attention:
@@ -20,24 +28,75 @@ class Attention:
         self._o = weights.linear("o", bias=False)
         self._o_bias_H = weights.maybe("o.bias")
         self._sinks_N = weights.maybe("sinks")
-        self._q_norm = Norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
-        self._k_norm = Norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
-        self._num_heads = weights.tensor("o.weight").shape[1] // spec.head_dim
-        rows = weights.tensor("qkv.weight").shape[0]
-        self._num_kv_heads = (rows // spec.head_dim - self._num_heads) // 2
+        norm = QK_NORMS[spec.qk_norm_over]
+        self._q_norm = norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
+        self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
+        self._v_norm = Norm(spec.v_norm, weights.into("v_norm")) if spec.v_norm else None
+        rows, key_value = weights.tensor("qkv.weight").shape[0], spec.head_dim + spec.value_dim
+        q_rows = weights.tensor("o.weight").shape[1] // spec.value_dim * spec.head_dim
+        num_kv_heads = (rows - q_rows) // key_value
+        self._rows = (q_rows, num_kv_heads * spec.head_dim, num_kv_heads * spec.value_dim)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        spec, ops, tokens = self.spec, batch.ops, x_TH.shape[0]
-        heads = self._qkv(x_TH).view(tokens, -1, spec.head_dim)
-        q_TND, k_TKD, v_TKD = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            q_TND, k_TKD = self._q_norm(q_TND), self._k_norm(k_TKD)
-        if spec.rope is not None:
-            q_TND, k_TKD = ops.rotary(q_TND, k_TKD, *angles(spec.rope, batch), spec.rope.interleaved)
+        q_TND, k_TKD, v_TKV = self._projected(x_TH, batch)
         k_cache, v_cache = cache
-        ops.write_cache(k_TKD, v_TKD, k_cache, v_cache, batch.attention)
-        out_TND = ops.attention(
-            q_TND, k_cache, v_cache, batch.attention, spec.scale, spec.window, spec.softcap, self._sinks_N
-        )
-        out_TH = batch.comms.tp.all_reduce(self._o(out_TND.reshape(tokens, -1)))
+        batch.ops.write_cache(k_TKD, v_TKV, k_cache, v_cache, batch.attention)
+        out_TNV = self._attend(q_TND, k_cache, v_cache, batch)
+        out_TH = batch.comms.tp.all_reduce(self._o(out_TNV.reshape(x_TH.shape[0], -1)))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
+
+    def _projected(self, x_TH: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they are attended with: clamped, normed, rotated, sharpened."""
+        spec = self.spec
+        qkv_TF = self._qkv(x_TH)
+        if spec.clip is not None:
+            qkv_TF = qkv_TF.clamp(-spec.clip, spec.clip)
+        q_TF, k_TF, v_TF = qkv_TF.split(self._rows, dim=-1)
+        q_TND, k_TKD = q_TF.unflatten(-1, (-1, spec.head_dim)), k_TF.unflatten(-1, (-1, spec.head_dim))
+        v_TKV = v_TF.unflatten(-1, (-1, spec.value_dim))
+        if not spec.qk_norm_last:
+            q_TND, k_TKD = self._normed(q_TND, k_TKD, batch)
+        if spec.rope is not None:
+            q_TND, k_TKD = batch.ops.rotary(q_TND, k_TKD, *angles(spec.rope, batch), spec.rope.interleaved)
+        if spec.qk_norm_last:
+            q_TND, k_TKD = self._normed(q_TND, k_TKD, batch)
+        if spec.temperature is not None:
+            q_TND = sharpened(q_TND, spec.temperature, batch)
+        return q_TND, k_TKD, v_TKV if self._v_norm is None else self._v_norm(v_TKV)
+
+    def _normed(self, q_TND: Tensor, k_TKD: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        if self._q_norm is None or self._k_norm is None:
+            return q_TND, k_TKD
+        return self._q_norm(q_TND, batch.comms.tp), self._k_norm(k_TKD, batch.comms.tp)
+
+    def _attend(self, q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch) -> Tensor:
+        spec, meta = self.spec, batch.attention
+        if spec.chunk is not None and meta.max_kv_len > spec.chunk:
+            seen = in_chunks(meta, spec.chunk, q_TND.device)
+            return batch.ops.selective_attention(
+                q_TND, k_cache, v_cache, meta, spec.scale, seen, spec.softcap, self._sinks_N
+            )
+        return batch.ops.attention(q_TND, k_cache, v_cache, meta, spec.scale, spec.window, spec.softcap, self._sinks_N)
+
+
+def sharpened(q_TND: Tensor, temperature: Temperature, batch: ForwardBatch) -> Tensor:
+    """Queries times what their position asks for; computed in float32."""
+    whole_T = torch.floor((batch.positions_T.float() + temperature.offset) / temperature.length)
+    factor_T11 = (1.0 + temperature.strength * torch.log1p(whole_T))[:, None, None]
+    return (q_TND * factor_T11).to(q_TND.dtype)
+
+
+def in_chunks(meta: AttentionMeta, chunk: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The keys that each token of each sequence sees, bool [t, L]: those before it in its own chunk of positions."""
+    key = ("chunk", chunk)
+    if key not in meta.memo:
+        meta.memo[key] = tuple(
+            visible(query_len, kv_len, None, device)
+            & (
+                torch.arange(kv_len - query_len, kv_len, device=device)[:, None] // chunk
+                == torch.arange(kv_len, device=device)[None, :] // chunk
+            )
+            for query_len, kv_len in zip(meta.query_lens, meta.kv_lens, strict=True)
+        )
+    seen: tuple[Tensor, ...] = meta.memo[key]
+    return seen

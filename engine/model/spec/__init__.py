@@ -3,13 +3,14 @@
 No torch. Each block variant declares its own parameters and what it keeps per token, so a shape is stated once.
 """
 
-from firstlight.engine.model.spec.attention import Attention
+from firstlight.engine.model.spec.attention import Attention, Temperature
 from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTensor
+from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import FeedForward, LayerSpec, Mixer
-from firstlight.engine.model.spec.mla import MLA
+from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.mlp import MLP
 from firstlight.engine.model.spec.model import ModelSpec
-from firstlight.engine.model.spec.moe import MoE, Router
+from firstlight.engine.model.spec.moe import Latent, MoE, Router
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
 from firstlight.engine.model.spec.residual import AttentionResidual, Residual
@@ -26,6 +27,9 @@ __all__ = [
     "CacheSpec",
     "CacheTensor",
     "FeedForward",
+    "GatedDelta",
+    "Indexer",
+    "Latent",
     "LayerSpec",
     "Mixer",
     "MoE",
@@ -40,5 +44,6 @@ __all__ = [
     "Router",
     "Scope",
     "StateTensor",
+    "Temperature",
     "VisionSpec",
 ]

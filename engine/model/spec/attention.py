@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -13,37 +14,63 @@ from firstlight.engine.model.spec.rope import Rope
 from firstlight.engine.parallel.placement import Shard
 
 
+class Temperature(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries of far positions are sharpened (Llama 4): q *= 1 + strength log(1 + (position + offset) // length)."""
+
+    strength: float
+    length: float
+    offset: int = 0
+
+
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
-    """Grouped-query attention; multi-head when `num_kv_heads == num_heads`. `scale` multiplies q k^T."""
+    """Grouped-query attention; multi-head when `num_kv_heads == num_heads`. `scale` multiplies q k^T.
+
+    Values are `v_dim` wide (None: `head_dim`). What is projected is clamped to +-`clip`. `qk_norm` goes over each head
+    ("head"), over each head with a weight per head ("heads"), or over all heads of a token together ("width"), in front
+    of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of
+    them, or those of its own `chunk` of positions.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    v_dim: int | None = None
     rope: Rope | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    clip: float | None = None
     qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "heads", "width"] = "head"
+    qk_norm_last: bool = False
+    v_norm: Norm | None = None
+    temperature: Temperature | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     causal: bool = True
 
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
     def parameters(self, scope: Scope) -> Iterator[Param]:
         heads = Shard(0, self.num_heads, unit_name="query heads")
         kv_heads = Shard(0, self.num_kv_heads, replicate=True, unit_name="key/value heads")
-        for part, count, place in (
-            ("q", self.num_heads, heads),
-            ("k", self.num_kv_heads, kv_heads),
-            ("v", self.num_kv_heads, kv_heads),
+        for part, count, dim, place in (
+            ("q", self.num_heads, self.head_dim, heads),
+            ("k", self.num_kv_heads, self.head_dim, kv_heads),
+            ("v", self.num_kv_heads, self.value_dim, kv_heads),
         ):
-            rows = count * self.head_dim
+            rows = count * dim
             yield scope.param(
                 f"{part}.weight", rows, scope.hidden, role="attention", place=(place,), storage="qkv.weight"
             )
             if self.qkv_bias:
                 yield scope.param(f"{part}.bias", rows, role="attention", place=(place,), storage="qkv.bias")
-        width = self.num_heads * self.head_dim
+        width = self.num_heads * self.value_dim
         output = Shard(1, self.num_heads, unit_name="query heads")
         yield scope.param("o.weight", scope.hidden, width, role="attention", place=(output,))
         if self.output_bias:
@@ -51,8 +78,15 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         if self.sinks:
             yield scope.param("sinks", self.num_heads, role="attention", place=(heads,), dtype="F32")
         if self.qk_norm is not None:
-            yield from self.qk_norm.parameters(scope.into("q_norm"), self.head_dim)
-            yield from self.qk_norm.parameters(scope.into("k_norm"), self.head_dim)
+            for name, count, place in (("q_norm", self.num_heads, heads), ("k_norm", self.num_kv_heads, kv_heads)):
+                shape, where = {
+                    "head": ((self.head_dim,), ()),
+                    "heads": ((count, self.head_dim), (place,)),
+                    "width": ((count * self.head_dim,), (place,)),
+                }[self.qk_norm_over]
+                yield from self.qk_norm.parameters(scope.into(name), *shape, place=where)
+        if self.v_norm is not None:
+            yield from self.v_norm.parameters(scope.into("v_norm"), self.value_dim)
 
     def words(self) -> str:
         """`GQA, 9 query and 3 key/value heads of 64, rope 10,000` and the like."""
@@ -62,8 +96,10 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         parts = (
             kind,
             self.window and f"window {self.window:,}",
+            self.chunk and f"chunks of {self.chunk:,}",
+            self.v_dim and f"values of {self.v_dim}",
             self.softcap and f"softcap {self.softcap:g}",
-            self.qk_norm and "QK-norm",
+            self.qk_norm and "QK-norm" + (" over all heads" if self.qk_norm_over == "width" else ""),
             self.qkv_bias and "QKV bias",
             self.sinks and "sinks",
             not self.causal and "not causal",
@@ -73,14 +109,16 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     def operators(self) -> tuple[str, ...]:
         """Operators of kernels/ that a forward calls, beside linear and norms."""
-        return (*(("rotary",) if self.rope else ()), "attention", "write_cache")
+        over = "attention" if self.chunk is None else "selective_attention"
+        return (*(("rotary",) if self.rope else ()), over, "write_cache")
 
     def cache(self) -> CacheSpec:
         if not self.causal:
             return CacheSpec()
         return CacheSpec(
             tensors=tuple(
-                CacheTensor(name=name, heads=self.num_kv_heads, dim=self.head_dim, divided=True) for name in ("k", "v")
+                CacheTensor(name=name, heads=self.num_kv_heads, dim=dim, divided=True)
+                for name, dim in (("k", self.head_dim), ("v", self.value_dim))
             ),
-            window=self.window,
+            window=self.window or self.chunk,
         )

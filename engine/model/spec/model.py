@@ -76,6 +76,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The topology of the residual streams, which all layers share; None: one stream."""
         return self.layers[-1].residual if self.layers else None
 
+    def chooser(self, layer: int) -> int | None:
+        """The layer whose indexer chooses the keys that `layer` attends to; None: it attends to all it sees."""
+        if getattr(self.layers[layer].mixer, "indexer", None) is None:
+            return None
+        indexers = ((i, getattr(self.layers[i].mixer, "indexer", None)) for i in range(layer, -1, -1))
+        return next((i for i, indexer in indexers if indexer is not None and indexer.own), None)
+
+    def chosen_keys(self, layer: int) -> tuple[int, int] | None:
+        """(layer in front of `layer` that chose keys for one at or behind it, keys a token); None: there is no such.
+
+        A pipeline stage that begins at `layer` is handed them.
+        """
+        for index in range(layer, self.num_layers):
+            owner = self.chooser(index)
+            if owner is not None:
+                return (owner, self.layers[index].mixer.indexer.topk) if owner < layer else None  # type: ignore[union-attr]
+        return None
+
     def stream_shape(self, layer: int) -> tuple[int, ...]:
         """What enters `layer` for one token: [hidden], or [planes, hidden]."""
         return (self.hidden,) if self.residual is None else (self.residual.planes(layer), self.hidden)
