@@ -18,6 +18,8 @@ CODES: dict[str, str] = {
     "truncated-shard": "a shard is shorter than its header says",
     "read-failed": "the system could not read a part of a file",
     "changed-file": "a file changed while it was being read",
+    "manifest-mismatch": "a tensor or side file is not that of the manifest it is held against",
+    "odd-scale": "a tensor is all zero or far larger or smaller than the same tensor of other layers",
     "trailing-bytes": "a shard is longer than its header says",
     "header-too-large": "a header exceeds the limit on its size",
     "header-invalid": "a header is not valid: JSON, offsets, overlap, gaps or sizes",

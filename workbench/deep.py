@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint read once: a hash of each tensor, and how many NaN and infinite values it holds."""
+"""Every byte of a checkpoint read once: a hash of each tensor, its NaN and infinite values, and its scale. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,7 +19,8 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.workbench.progress import Progress
 
-CHUNK_BYTES = 8 << 20  # a multiple of every element size
+CHUNK_BYTES = 4 << 20  # a multiple of every element size; a thread holds some five times as much
+BATCH = 64  # tensors that a thread takes at a time
 
 # dtype -> view, bits of the exponent, bits of the fraction: an exponent of ones is infinity or, with a fraction, NaN.
 _BITS: dict[str, tuple[str, int, int]] = {
@@ -31,23 +32,34 @@ _BITS: dict[str, tuple[str, int, int]] = {
 }
 
 
-class TensorReading(msgspec.Struct, frozen=True):
-    """What a tensor's bytes are; counts are 0 for dtypes that have no NaN or infinity."""
+class TensorReading(msgspec.Struct, frozen=True, gc=False):
+    """What a tensor's bytes are; counts are 0 for dtypes that have no NaN or infinity.
+
+    `rms` and `largest`: root of the mean square and largest absolute value, None for a dtype that is no float, for no
+    elements at all, and where a value is not finite.
+    """
 
     tensor: str
     sha256: str
     nan: int
     infinite: int
+    rms: float | None = None
+    largest: float | None = None
 
 
-def read_all(checkpoint: Checkpoint, progress: Progress, threads: int = 4) -> tuple[list[TensorReading], float]:
+def read_all(
+    checkpoint: Checkpoint, progress: Progress, threads: int | None = None
+) -> tuple[list[TensorReading], float]:
     """Reads every tensor whose bytes are there, several at once; returns the readings by name and the seconds.
 
-    Raises `Refused` (read-failed) when the system cannot read.
+    Memory is bounded by the threads (as many as cores, at most 16), not by tensors or files. Raises `Refused`
+    (read-failed) when the system cannot read.
     """
     sizes = {file: checkpoint.path(file).stat().st_size for file in checkpoint.shards}
     whole = [t for t in checkpoint.tensors.values() if t.offset_bytes + t.nbytes <= sizes[t.file]]
+    whole.sort(key=lambda tensor: (tensor.file, tensor.offset_bytes))
     total, done, lock = sum(tensor.nbytes for tensor in whole), 0, threading.Lock()
+    batches = iter([whole[start : start + BATCH] for start in range(0, len(whole), BATCH)])
     started_s = time.perf_counter()
 
     def tell(nbytes: int) -> None:
@@ -56,26 +68,59 @@ def read_all(checkpoint: Checkpoint, progress: Progress, threads: int = 4) -> tu
             done += nbytes
             progress("read, hash and look for NaN", done, total, "B")
 
-    with ThreadPoolExecutor(threads) as pool:
-        readings = list(pool.map(lambda tensor: _read(checkpoint, tensor, tell), whole))
-    return sorted(readings, key=lambda reading: reading.tensor), time.perf_counter() - started_s
+    def work() -> list[TensorReading]:
+        readings: list[TensorReading] = []
+        while True:
+            with lock:
+                batch = next(batches, None)
+            if batch is None:
+                return readings
+            readings.extend(_read_batch(checkpoint, batch, tell))
+
+    count = threads or min(16, os.cpu_count() or 1)
+    with ThreadPoolExecutor(count) as pool:
+        parts = [future.result() for future in [pool.submit(work) for _ in range(count)]]
+    readings = sorted((reading for part in parts for reading in part), key=lambda reading: reading.tensor)
+    return readings, time.perf_counter() - started_s
 
 
-def _read(checkpoint: Checkpoint, tensor: TensorInfo, tell: Callable[[int], None]) -> TensorReading:
-    digest, nan, infinite = hashlib.sha256(), 0, 0
-    descriptor = os.open(checkpoint.path(tensor.file), os.O_RDONLY)
+def _read_batch(
+    checkpoint: Checkpoint, batch: list[TensorInfo], tell: Callable[[int], None]
+) -> Iterator[TensorReading]:
+    """Tensors that lie one after another, each file opened once."""
+    file, descriptor = "", -1
     try:
-        for start in range(0, tensor.nbytes, CHUNK_BYTES):
-            chunk = _pread(descriptor, min(CHUNK_BYTES, tensor.nbytes - start), tensor.offset_bytes + start)
-            if len(chunk) < min(CHUNK_BYTES, tensor.nbytes - start):
-                raise Refused(_short(tensor))
-            digest.update(chunk)
-            counts = not_finite(tensor.dtype, chunk)
-            nan, infinite = nan + counts[0], infinite + counts[1]
-            tell(len(chunk))
+        for tensor in batch:
+            if tensor.file != file:
+                if descriptor >= 0:
+                    os.close(descriptor)
+                file, descriptor = tensor.file, os.open(checkpoint.path(tensor.file), os.O_RDONLY | os.O_CLOEXEC)
+            yield _read(tensor, descriptor, tell)
+    except OSError as error:
+        raise Refused(_unread(file or batch[0].file, error)) from error
     finally:
-        os.close(descriptor)
-    return TensorReading(tensor.name, digest.hexdigest(), nan, infinite)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _read(tensor: TensorInfo, descriptor: int, tell: Callable[[int], None]) -> TensorReading:
+    digest, nan, infinite, squares, largest, elements = hashlib.sha256(), 0, 0, 0.0, 0.0, 0
+    for start in range(0, tensor.nbytes, CHUNK_BYTES):
+        chunk = _pread(descriptor, min(CHUNK_BYTES, tensor.nbytes - start), tensor.offset_bytes + start)
+        if len(chunk) < min(CHUNK_BYTES, tensor.nbytes - start):
+            raise Refused(_short(tensor))
+        digest.update(chunk)
+        counts = not_finite(tensor.dtype, chunk)
+        nan, infinite = nan + counts[0], infinite + counts[1]
+        values = wide(tensor.dtype, chunk) if not nan + infinite else None
+        if values is not None:
+            elements += values.size
+            squares += float(np.dot(values, values))
+            largest = max(largest, float(max(values.max(), -values.min())))
+        tell(len(chunk))
+    if nan or infinite or not elements:
+        return TensorReading(tensor.name, digest.hexdigest(), nan, infinite)
+    return TensorReading(tensor.name, digest.hexdigest(), 0, 0, (squares / elements) ** 0.5, largest)
 
 
 def _pread(descriptor: int, nbytes: int, offset_bytes: int) -> bytes:
@@ -102,11 +147,32 @@ def not_finite(dtype: str, data: bytes) -> tuple[int, int]:
     return nan, special.size - nan
 
 
+def wide(dtype: str, data: bytes) -> NDArray[np.float64] | None:
+    """The values of a float dtype that numpy has, or of BF16, in double precision; None for others."""
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    form = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}.get(dtype)
+    return np.frombuffer(data, form).astype(np.float64) if form else None
+
+
 def _short(tensor: TensorInfo) -> Finding:
     return fatal(
         "read-failed",
         f"{tensor.file} ended while {tensor.name} was read",
         file=tensor.file,
         tensors=(tensor.name,),
+        expected=f"{tensor.nbytes:,} bytes at {tensor.offset_bytes:,}",
+        found="the end of the file",
         next="fetch the file again",
+    )
+
+
+def _unread(file: str, error: OSError) -> Finding:
+    return fatal(
+        "read-failed",
+        f"{file} cannot be read: {error.strerror}",
+        file=file,
+        expected="a readable file",
+        found=str(error.strerror),
+        next="check the health of the storage; fetch the file again",
     )

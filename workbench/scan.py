@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.ledger import Ledger, account, by_pattern, pattern_range
+from firstlight.engine.weights.ledger import Ledger, account
+from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.uncollected import uncollected
+from firstlight.workbench.agreement import disagreements
+from firstlight.workbench.contradictions import contradictions, embedding_rows
 from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files, side_file_rows
+from firstlight.workbench.stock import Kind, by_dtype, stock
+
+if TYPE_CHECKING:
+    from firstlight.workbench.manifest import Manifest
 
 
-def scan(source: str | os.PathLike[str], deep: bool = False, progress: Progress | None = None) -> Report:
+def scan(
+    source: str | os.PathLike[str],
+    deep: bool = False,
+    progress: Progress | None = None,
+    *,
+    strict: bool = False,
+    manifest: str | os.PathLike[str] | None = None,
+    against: str | os.PathLike[str] | None = None,
+) -> Report:
     """Architecture, tensors, formats, operators, gaps and integrity of a checkpoint.
 
-    Reads headers, index and side files only; `deep` reads every tensor as well, hashes it and looks for NaN and
-    infinity. Raises `Refused` when the source is no checkpoint at all; everything else that is wrong is a failed check.
+    Reads headers, index and side files only; `deep` reads every tensor as well, hashes it, and looks for NaN, infinity
+    and scales unlike those of siblings. `manifest` writes the hashes to a file, `against` compares with such a file;
+    both imply `deep`. `strict`: a warning fails the scan. Raises `Refused` when the source is no checkpoint at all, or
+    `against` no manifest; everything else that is wrong is a failed check.
     """
+    with uncollected():
+        return _scan(source, deep, progress or Progress(), strict, manifest, against)
+
+
+def _scan(
+    source: str | os.PathLike[str],
+    deep: bool,
+    progress: Progress,
+    strict: bool,
+    manifest: str | os.PathLike[str] | None,
+    against: str | os.PathLike[str] | None,
+) -> Report:
+    other = _manifest(against)
     checkpoint = Checkpoint.open(source)
     draft = Draft("scan", checkpoint.name)
+    kinds = stock(checkpoint.tensors.values())
     _files(draft, checkpoint)
     described = _architecture(draft, checkpoint)
     ledger = account(checkpoint, *described) if described is not None else None
     if ledger is not None and described is not None:
         _account(draft, ledger)
         _model(draft, checkpoint, described[0])
-    _tensors(draft, checkpoint, ledger)
-    _side_files(draft, checkpoint, sees=described is not None and described[0].vision is not None)
-    if deep:
-        _deep(draft, checkpoint, progress or Progress())
+    _tensors(draft, kinds, ledger)
+    _contradictions(draft, checkpoint, kinds)
+    _side_files(draft, checkpoint, kinds, sees=described is not None and described[0].vision is not None)
+    if deep or manifest is not None or other is not None:
+        _deep(draft, checkpoint, progress, manifest, other)
+    if strict:
+        warnings = sum(finding.severity == "warning" for finding in draft.findings)
+        draft.check("no warnings (strict)", not warnings, value=warnings, limit=0, unit="warnings")
     return draft.close()
+
+
+def _manifest(against: str | os.PathLike[str] | None) -> Manifest | None:
+    """The manifest to compare with, read before anything else: what cannot be used is said at once."""
+    if against is None:
+        return None
+    from firstlight.workbench.manifest import Manifest
+
+    return Manifest.read(against)
 
 
 def _files(draft: Draft, checkpoint: Checkpoint) -> None:
@@ -123,62 +165,72 @@ def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     draft.table("operators", operator_rows(spec))
 
 
-def _tensors(draft: Draft, checkpoint: Checkpoint, ledger: Ledger | None) -> None:
-    by_dtype: dict[str, list[TensorInfo]] = defaultdict(list)
-    for tensor in checkpoint.tensors.values():
-        by_dtype[tensor.dtype].append(tensor)
+def _tensors(draft: Draft, kinds: Sequence[Kind], ledger: Ledger | None) -> None:
     draft.table(
         "formats",
         (
-            {
-                "dtype": dtype,
-                "tensors": len(tensors),
-                "elements": sum(math.prod(tensor.shape) for tensor in tensors),
-                "total_bytes": sum(tensor.nbytes for tensor in tensors),
-            }
-            for dtype, tensors in sorted(by_dtype.items(), key=lambda item: -sum(t.nbytes for t in item[1]))
+            {"dtype": dtype, "tensors": count, "elements": elements, "total_bytes": nbytes}
+            for dtype, (count, elements, nbytes) in by_dtype(kinds).items()
         ),
     )
-    draft.table("tensors", _pattern_rows(checkpoint, ledger))
+    draft.table("tensors", _kind_rows(kinds, ledger))
 
 
-def _pattern_rows(checkpoint: Checkpoint, ledger: Ledger | None) -> Iterator[dict[str, Any]]:
-    for pattern, names in by_pattern(checkpoint.tensors).items():
-        tensors = [checkpoint.tensors[name] for name in names]
-        shapes = list(dict.fromkeys(" x ".join(map(str, tensor.shape)) for tensor in tensors))
+def _kind_rows(kinds: Sequence[Kind], ledger: Ledger | None) -> Iterator[dict[str, Any]]:
+    for kind in kinds:
+        shapes = [" x ".join(map(str, shape)) for shape in kind.shapes[:1]]
         yield {
-            "name": pattern_range(pattern, names),
-            "count": len(names),
-            "dtype": ", ".join(sorted({tensor.dtype for tensor in tensors})),
-            "shape": shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes",
-            "total_bytes": sum(tensor.nbytes for tensor in tensors),
-            **({} if ledger is None else {"fills": _destination(ledger, names)}),
+            "name": kind.range,
+            "count": len(kind.tensors),
+            "dtype": ", ".join(kind.dtypes),
+            "shape": shapes[0] if len(kind.shapes) == 1 else f"{len(kind.shapes)} shapes",
+            "total_bytes": kind.nbytes,
+            **({} if ledger is None else {"fills": _destination(ledger, kind.names)}),
         }
 
 
 def _destination(ledger: Ledger, names: list[str]) -> str:
     """Where the tensors of one pattern go: parameters, the reason why nowhere, or that nobody knows."""
-    filled = [param for name in names for param in ledger.consumed.get(name, ())]
+    filled = dict.fromkeys(param for name in names for param in ledger.consumed.get(name, ()))
     if filled:
-        return ", ".join(pattern_range(pattern, params) for pattern, params in by_pattern(filled).items())
+        groups = grouped(filled, str)
+        return ", ".join(with_numbers(pattern, numbers(pattern, params)) for pattern, params in groups.items())
     reason = ledger.left_out.get(names[0])
     return f"left out: {reason}" if reason else "nothing"
 
 
-def _side_files(draft: Draft, checkpoint: Checkpoint, sees: bool) -> None:
+def _contradictions(draft: Draft, checkpoint: Checkpoint, kinds: Sequence[Kind]) -> None:
+    """What a family has said already, in the same words, is not said twice."""
+    said = [finding.message.split(";")[0] for finding in draft.findings]
+    whole = not any(finding.severity == "fatal" for finding in checkpoint.findings)
+    found = contradictions(checkpoint.config, kinds, whole)
+    draft.find(finding for finding in found if finding.message.split(";")[0] not in said)
+
+
+def _side_files(draft: Draft, checkpoint: Checkpoint, kinds: Sequence[Kind], sees: bool) -> None:
     rows = side_file_rows(checkpoint.directory, sees)
     draft.table("side_files", ({"file": row[0], "for": row[1], "there": row[2]} for row in rows))
     draft.find(absent_side_files(checkpoint.directory, sees))
+    draft.find(disagreements(checkpoint.path(""), checkpoint.config, embedding_rows(kinds)))
 
 
-def _deep(draft: Draft, checkpoint: Checkpoint, progress: Progress) -> None:
+def _deep(
+    draft: Draft,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    manifest: str | os.PathLike[str] | None,
+    other: Manifest | None,
+) -> None:
     from firstlight.workbench.deep import read_all
+    from firstlight.workbench.manifest import differences, manifest_of
+    from firstlight.workbench.outliers import outliers
 
     readings, elapsed_s = read_all(checkpoint, progress)
     bad = [reading for reading in readings if reading.nan or reading.infinite]
     total = sum(checkpoint.tensors[reading.tensor].nbytes for reading in readings)
     draft.check("every value is finite", not bad, value=len(bad), limit=0, unit="tensors", detail=_names(bad))
     draft.metric("read_rate", total / elapsed_s if elapsed_s else None, "B/s", f"{total:,} bytes read and hashed")
+    draft.find(outliers(readings))
     draft.table(
         "hashes",
         (
@@ -186,6 +238,24 @@ def _deep(draft: Draft, checkpoint: Checkpoint, progress: Progress) -> None:
             for r in readings
         ),
     )
+    if manifest is None and other is None:
+        return
+    mine = manifest_of(checkpoint, readings)
+    if manifest is not None:
+        mine.write(manifest)
+        draft.metric("manifest", str(manifest), "", f"{len(mine.tensors):,} tensors, {len(mine.files)} side files")
+    if other is not None:
+        found = list(differences(mine, other))
+        draft.find(found)
+        wrong = sum(len(finding.tensors) for finding in found)
+        draft.check(
+            "tensors are those of the manifest",
+            not any(finding.severity == "fatal" for finding in found),
+            value=wrong,
+            limit=0,
+            unit="tensors",
+            detail=f"{len(other.tensors):,} of {other.name} compared by dtype, shape and SHA-256",
+        )
 
 
 def _names(readings: Iterable[Any]) -> str:

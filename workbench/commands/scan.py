@@ -11,10 +11,22 @@ from firstlight.workbench.session import Session
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
-    parser.add_argument("--deep", action="store_true", help="read every tensor: hash it and look for NaN and infinity")
+    parser.add_argument("--deep", action="store_true", help="read every tensor: hash it, look for NaN and odd scales")
+    parser.add_argument("--strict", action="store_true", help="a warning fails the scan as well")
+    parser.add_argument(
+        "--manifest", metavar="FILE", help="write the hash of every tensor and side file (implies --deep)"
+    )
+    parser.add_argument("--against", metavar="FILE", help="compare with such a file, of any machine (implies --deep)")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     from firstlight.workbench.scan import scan
 
-    return scan(arguments.checkpoint, arguments.deep, session.progress("scan"))
+    return scan(
+        arguments.checkpoint,
+        arguments.deep,
+        session.progress("scan"),
+        strict=arguments.strict,
+        manifest=arguments.manifest,
+        against=arguments.against,
+    )

@@ -1,0 +1,91 @@
+"""Names of tensors and parameters by pattern: what is left when numbers are taken out, and which numbers occur.
+
+Made for half a million names: the work is done on whole texts, not name by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
+from typing import TypeVar
+
+_IN_TEXT = re.compile(r"\.\d+(?=[.\n]|\Z)")
+_IN_NAME = re.compile(r"\.\d+(?=\.|\Z)")
+_MOST_RUNS = 4  # of numbers that are spelt out in a pattern
+_MOST_DIGITS = 18
+_split = methodcaller("split", ".")
+T = TypeVar("T")
+
+
+def patterns(names: Sequence[str]) -> list[str]:
+    """The pattern of each name: `layers.3.mlp.experts.17.w1` is `layers.*.mlp.experts.*.w1`."""
+    text = "\n".join(names)
+    if text.count("\n") == len(names) - 1:
+        return _IN_TEXT.sub(".*", text).split("\n")
+    return [_IN_NAME.sub(".*", name) for name in names]  # a name with a line end in it, or no names at all
+
+
+def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    """Items by the pattern of their name, patterns in order of first sight."""
+    listed = list(items)
+    groups: dict[str, list[T]] = defaultdict(list)
+    for pattern, item in zip(patterns(list(map(name, listed))), listed, strict=True):
+        groups[pattern].append(item)
+    return dict(groups)
+
+
+def numbers(pattern: str, names: Sequence[str]) -> list[list[int]]:
+    """For each `*` of the pattern the numbers that occur in the names, in order; very long ones are left out."""
+    places = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
+    if not places or not names:
+        return [[] for _ in places]
+    columns = _columns(pattern, names, len(places))
+    if columns is None:
+        whole = list(zip(*map(_split, names), strict=True))
+        columns = [set(whole[place]) for place in places]
+    return [sorted({int(part) for part in column if _is_number(part)}) for column in columns]
+
+
+def _columns(pattern: str, names: Sequence[str], count: int) -> list[set[str]] | None:
+    """The texts at the stars of a pattern, found by taking away what lies between; None where that goes wrong."""
+    before, *between = pattern.split("*")
+    text = "\n" + "\n".join(names) + "\n"
+    if before:
+        text = text.replace(f"\n{before}", "\n")
+    if between[-1]:
+        text = text.replace(f"{between[-1]}\n", "\n")
+    for words in between[:-1]:
+        text = text.replace(words, ".")
+    flat = text[1:-1].replace("\n", ".").split(".")
+    if len(flat) != count * len(names):
+        return None
+    columns = [set(flat[place::count]) for place in range(count)]
+    return columns if all(map(_is_number, (part for column in columns for part in column))) else None
+
+
+def _is_number(part: str) -> bool:
+    return part.isdecimal() and len(part) <= _MOST_DIGITS
+
+
+def with_numbers(pattern: str, columns: Iterable[Sequence[int]]) -> str:
+    """The pattern with its numbers: `layers.{0..39}.mlp.gate.weight`, `layers.{0..2,7}.norm.weight`."""
+    shown = pattern
+    for column in columns:
+        shown = shown.replace(".*", f".{_runs(column)}", 1) if column else shown
+    return shown
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if len(runs) > _MOST_RUNS:
+        return f"{{{len(numbers)} of {numbers[0]}..{numbers[-1]}}}"
+    return "{" + ",".join(str(low) if low == high else f"{low}..{high}" for low, high in runs) + "}"

@@ -1,0 +1,331 @@
+"""Whether the files beside the weights agree with each other, with config.json and with the shapes. No torch.
+
+A checkpoint whose files come from two revisions loads and answers, only otherwise than the vendor's. Each
+disagreement that changes prompts, pictures or where an answer ends is named here. Files are read with bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, note, warning
+from firstlight.engine.inputs import side_files
+from firstlight.engine.inputs.side_files import nested
+from firstlight.workbench.contradictions import TEXT_LEVELS
+
+TEMPLATE = "chat_template.jinja"
+MEDIA_KEYS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "media_placeholder_token_id",
+)
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = msgspec.field(default_factory=dict)
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Vocabulary = msgspec.field(default_factory=_Vocabulary)
+    added_tokens: list[_Added] = msgspec.field(default_factory=list)
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Every token id of a tokenizer.json with, where it has one, the text of an added token."""
+
+    ids: frozenset[int]
+    added: dict[str, int]
+    texts: dict[str, int]
+
+    @property
+    def highest(self) -> int:
+        return max(self.ids, default=-1)
+
+    def id_of(self, text: str) -> int | None:
+        return self.added.get(text, self.texts.get(text))
+
+
+class _Reader:
+    """Side files of a directory; one that is broken is a finding and counts as absent."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.findings: list[Finding] = []
+
+    def json(self, name: str) -> dict[str, Any]:
+        try:
+            return side_files.read_json_if_present(self.directory / name) or {}
+        except Refused as refused:
+            self.findings.extend(_softened(finding, name) for finding in refused.findings)
+            return {}
+
+    def text(self, name: str) -> str | None:
+        path = self.directory / name
+        try:
+            return side_files.read_text(path) if path.is_file() else None
+        except Refused as refused:
+            self.findings.extend(_softened(finding, name) for finding in refused.findings)
+            return None
+
+    def tokens(self) -> Tokens | None:
+        name = side_files.TOKENIZER
+        path = self.directory / name
+        if not path.is_file():
+            return None
+        try:
+            found = msgspec.json.decode(side_files.read_bytes(path), type=_Tokenizer)
+        except Refused as refused:
+            self.findings.extend(_softened(finding, name) for finding in refused.findings)
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.findings.append(
+                warning(
+                    "side-file-invalid",
+                    f"{name} is no tokenizer: {error}",
+                    file=name,
+                    expected="JSON with a model, its vocab and added_tokens",
+                    found=_start(path),
+                    next=f"fetch {name} from the model's release again",
+                )
+            )
+            return None
+        vocab = found.model.vocab
+        texts = vocab if isinstance(vocab, dict) else {}
+        ids = frozenset(texts.values()) if texts else frozenset(range(len(vocab)))
+        added = {token.content: token.id for token in found.added_tokens}
+        return Tokens(ids | frozenset(added.values()), added, texts)
+
+
+def _start(path: Path) -> str:
+    with path.open("rb") as stream:
+        start = stream.read(40)
+    return "a Git LFS pointer" if start.startswith(b"version https") else repr(start)
+
+
+def _softened(finding: Finding, name: str) -> Finding:
+    """What forbids the verbs that need the file is a warning for the ones that do not."""
+    return msgspec.structs.replace(
+        finding,
+        severity="warning",
+        file=name,
+        found=finding.found or "a file that cannot be used",
+        expected=finding.expected or f"{name} as released",
+        next=finding.next or f"fetch {name} from the model's release again",
+    )
+
+
+def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) -> tuple[Finding, ...]:
+    """What side files say differently; `rows`: of the token embedding, as the headers have it, if that is known."""
+    reader = _Reader(directory)
+    tokens = reader.tokens()
+    options = reader.json(side_files.TOKENIZER_CONFIG)
+    generation = reader.json(side_files.GENERATION_CONFIG)
+    found: list[Finding] = []
+    if tokens is not None:
+        found.extend(_vocabulary(tokens, rows or _integer(_stated(config, "vocab_size"))))
+        found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
+    found.extend(_ends(tokens, config, generation, options))
+    found.extend(_templates(reader, options))
+    found.extend(_pictures(reader, config))
+    return (*reader.findings, *found)
+
+
+def _vocabulary(tokens: Tokens, rows: int | None) -> Iterator[Finding]:
+    if rows is None:
+        return
+    beyond = sorted(id_ for id_ in tokens.ids if id_ >= rows)
+    if beyond:
+        name = next((text for text, id_ in (tokens.added | tokens.texts).items() if id_ == beyond[0]), "")
+        yield _clash(
+            side_files.TOKENIZER,
+            f"{len(beyond):,} tokens have no row in the embedding, {name!r} ({beyond[0]:,}) first",
+            f"ids below {rows:,}",
+            f"ids up to {tokens.highest:,}",
+            "fetch tokenizer and weights of one release; prompts with these tokens are refused",
+        )
+    elif tokens.highest + 1 < rows:
+        yield note(
+            "padded-tensor",
+            f"the embedding has {rows:,} rows, the tokenizer {tokens.highest + 1:,} ids: the last rows have no token",
+            file=side_files.TOKENIZER,
+            expected=f"at most {rows:,} ids",
+            found=f"{tokens.highest + 1:,} ids",
+            next="nothing: vocabularies are padded so",
+        )
+
+
+def _media(tokens: Tokens, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Iterator[Finding]:
+    """The placeholders of pictures: the model looks for an id, the processor writes a text."""
+    for key in MEDIA_KEYS:
+        id_ = _integer(config.get(key))
+        if id_ is None:
+            continue
+        if id_ not in tokens.ids:
+            yield _clash(
+                "config.json",
+                f"{key} {id_:,} is no token of the tokenizer, so no prompt can hold a picture",
+                "an id of tokenizer.json",
+                f"{id_:,}, ids up to {tokens.highest:,}",
+                "fetch config.json and tokenizer.json of one release",
+            )
+            continue
+        text = processor.get(f"{key.split('_')[0]}_token")
+        written = tokens.id_of(text) if isinstance(text, str) else None
+        if isinstance(text, str) and written != id_:
+            yield _clash(
+                side_files.PROCESSOR_CONFIG,
+                f"the processor writes {text!r} for a picture, which is not the token of {key}",
+                f"the token with id {id_:,}",
+                f"{text!r} with id {written}",
+                "fetch processor and config.json of one release",
+            )
+
+
+def _ends(
+    tokens: Tokens | None, config: Mapping[str, Any], generation: Mapping[str, Any], options: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Where an answer ends: generation_config.json decides, then config.json; the tokenizer has its own idea."""
+    first, second = _ids(generation.get("eos_token_id")), _ids(_stated(config, "eos_token_id"))
+    if first and second and not first & second:
+        yield _clash(
+            side_files.GENERATION_CONFIG,
+            "answers end at other tokens than config.json says; generation_config.json is used",
+            f"config.json: {_listed(second)}",
+            f"generation_config.json: {_listed(first)}",
+            "check eos_token_id against the model's release",
+        )
+    used, source = (first, side_files.GENERATION_CONFIG) if first else (second, "config.json")
+    text = options.get("eos_token")
+    text = text.get("content") if isinstance(text, Mapping) else text
+    if tokens is None:
+        return
+    own = tokens.id_of(text) if isinstance(text, str) else None
+    if used and own is not None and own not in used:
+        yield _clash(
+            side_files.TOKENIZER_CONFIG,
+            f"eos_token {text!r} is id {own:,}, at which answers do not end; {source} is used",
+            f"{source}: {_listed(used)}",
+            f"{own:,}",
+            "check eos_token_id against the model's release: answers may run on",
+        )
+    if strangers := used - tokens.ids:
+        yield _clash(
+            source,
+            f"answers end at id {_listed(strangers)}, which is no token of the tokenizer",
+            f"ids up to {tokens.highest:,}",
+            _listed(strangers),
+            "fetch tokenizer.json and eos_token_id of one release: answers may run on",
+        )
+
+
+def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Two chat templates that differ; transformers takes the file of its own."""
+    own, inner = reader.text(TEMPLATE), options.get("chat_template")
+    older = reader.json("chat_template.json").get("chat_template")
+    texts = {TEMPLATE: own, "chat_template.json": older, side_files.TOKENIZER_CONFIG: inner}
+    stated = [(name, text) for name, text in texts.items() if isinstance(text, str)]
+    for name, text in stated[1:]:
+        if text.strip() != stated[0][1].strip():
+            yield _clash(
+                name,
+                f"the chat template in {name} is not that of {stated[0][0]}, which is used",
+                f"{len(stated[0][1]):,} characters as in {stated[0][0]}",
+                f"{len(text):,} other characters",
+                "fetch both from one release, or remove the stale one",
+            )
+
+
+def _pictures(reader: _Reader, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Sizes that the processor makes pictures to, beside those that the vision tower is made for."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return
+    processor = reader.json(side_files.PROCESSOR_CONFIG)
+    inner = processor.get("image_processor")
+    file = side_files.PROCESSOR_CONFIG if isinstance(inner, Mapping) else side_files.PREPROCESSOR_CONFIG
+    images = inner if isinstance(inner, Mapping) else reader.json(side_files.PREPROCESSOR_CONFIG)
+    pairs = [
+        (file, "patch_size", images, vision, "patch_size"),
+        (file, "merge_size", images, vision, "spatial_merge_size"),
+        (file, "temporal_patch_size", images, vision, "temporal_patch_size"),
+        (side_files.PROCESSOR_CONFIG, "patch_size", processor, vision, "patch_size"),
+        (
+            side_files.PROCESSOR_CONFIG,
+            "vision_feature_select_strategy",
+            processor,
+            config,
+            "vision_feature_select_strategy",
+        ),
+    ]
+    for name, key, ours, theirs, their_key in pairs:
+        own, other = ours.get(key), theirs.get(their_key)
+        if own is not None and other is not None and own != other:
+            yield _unequal(name, key, own, f"{their_key} {other}")
+    side, made = _integer(vision.get("image_size")), _output_side(images)
+    if side is not None and made is not None and made != (side, side):
+        yield _unequal(file, "the size of pictures", f"{made[0]} x {made[1]}", f"image_size {side}")
+    patch = _integer(vision.get("patch_size"))
+    if side and patch and side % patch:
+        yield _clash(
+            "config.json",
+            f"vision_config: image_size {side} is no multiple of patch_size {patch}: the rest of a picture is cut off",
+            f"a multiple of {patch}",
+            f"{side}",
+            "check both against the model's release",
+        )
+
+
+def _output_side(images: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Height and width of every picture that leaves the processor, where its constants fix them."""
+    if images.get("do_resize") is False or images.get("do_image_splitting") or images.get("image_grid_pinpoints"):
+        return None
+    size = images.get("crop_size") if images.get("do_center_crop") else images.get("size")
+    if isinstance(size, int) and not isinstance(size, bool):
+        return (size, size) if images.get("do_center_crop") else None
+    sides = (_integer(nested({"size": size}, "size", "height")), _integer(nested({"size": size}, "size", "width")))
+    return None if None in sides else sides  # type: ignore[return-value]
+
+
+def _unequal(file: str, key: str, own: object, other: str) -> Finding:
+    return _clash(
+        file,
+        f"{key} is {own} in {file}, but config.json says {other}",
+        other,
+        str(own),
+        "fetch both from one release: pictures would be cut into other patches than the tower was trained on",
+    )
+
+
+def _clash(file: str, message: str, expected: str, found: str, next: str) -> Finding:
+    return warning("conflicting-flag", message, file=file, expected=expected, found=found, next=next)
+
+
+def _stated(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key of the text model, which may stand at either level; the inner one first."""
+    inner = (nested(config, level, key) for level in TEXT_LEVELS)
+    return next((value for value in (*inner, config.get(key)) if value is not None), None)
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _ids(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [value]
+    return frozenset(id_ for id_ in values if isinstance(id_, int) and not isinstance(id_, bool))
+
+
+def _listed(ids: frozenset[int]) -> str:
+    return ", ".join(f"{id_:,}" for id_ in sorted(ids)[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")

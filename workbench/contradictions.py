@@ -1,0 +1,226 @@
+"""Keys of config.json that contradict each other or the headers, of the kinds that hold whatever the family. No torch.
+
+What a family reads it checks itself; this is for what two places say differently, where one of them is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.workbench.stock import Kind, by_dtype, numbered
+
+TEXT_LEVELS = ("text_config", "llm_config", "language_config", "language_model_config")
+# Keys of the text model: stated at two levels they must agree, since readers differ in which level they look at.
+SHARED_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "n_routed_experts", "num_local_experts",
+    "num_experts_per_tok", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
+    "layer_types", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "eos_token_id",
+    "quantization_config",
+)  # fmt: skip
+SYNONYMS = (
+    ("torch_dtype", "dtype"),
+    ("image_token_id", "image_token_index"),
+    ("video_token_id", "video_token_index"),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "num_experts_per_token"),
+)
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_EXPERTS = SYNONYMS[3]
+
+
+def contradictions(config: Mapping[str, Any], kinds: Sequence[Kind], whole: bool) -> Iterator[Finding]:
+    """Findings about keys; `whole`: all shards are there, so what the headers hold can be held against the keys."""
+    levels = [("", config)]
+    levels += [(key, config[key]) for key in TEXT_LEVELS if isinstance(config.get(key), Mapping)]
+    text = levels[-1][1]
+    rows = embedding_rows(kinds) if whole else None
+    for where, level in levels:
+        yield from _within(where, level)
+    for where, level in levels[1:]:
+        yield from _between(where, config, level, rows)
+    yield from _rotary(text)
+    yield from _attention(text)
+    if not whole:
+        return
+    yield from _layers(text, kinds)
+    yield from _experts(text, kinds)
+    yield from _vocabulary(text, rows)
+    yield from _dtype(config, text, kinds)
+
+
+def _clash(message: str, expected: str, found: str, next: str, severity: str = "warning") -> Finding:
+    say = {"warning": warning, "fatal": fatal, "note": note}[severity]
+    return say("conflicting-flag", message, file="config.json", expected=expected, found=found, next=next)
+
+
+def _within(where: str, level: Mapping[str, Any]) -> Iterator[Finding]:
+    """Two names of one thing in one level."""
+    prefix = f"{where}." if where else ""
+    for names in SYNONYMS:
+        stated = [(name, level[name]) for name in names if level.get(name) is not None]
+        for name, value in stated[1:]:
+            first, other = stated[0]
+            if _plain(value) != _plain(other):
+                yield _clash(
+                    f"{prefix}{first} and {prefix}{name} mean the same and differ",
+                    f"{first} = {_short(other)}",
+                    f"{name} = {_short(value)}",
+                    "check both against the model's release and correct one",
+                )
+
+
+def _between(where: str, outer: Mapping[str, Any], inner: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:
+    """One key at two levels with two values."""
+    for key in SHARED_KEYS:
+        above, below = outer.get(key), inner.get(key)
+        if above is None or below is None or above == below:
+            continue
+        way = f"correct the one that is wrong; what reads {where} and what reads the top level will differ"
+        if key == "vocab_size" and rows in (above, below):
+            right = "the top level" if rows == above else where
+            way = f"the embedding has {rows:,} rows, so {right} is right; correct the other"
+        elif key == "tie_word_embeddings":
+            way = "see where the output head comes from: a head in the file is used, whatever the flag says"
+        yield _clash(
+            f"{key} differs between the top level and {where}",
+            f"{where}: {_short(below)}",
+            f"top level: {_short(above)}",
+            way,
+        )
+
+
+def _rotary(text: Mapping[str, Any]) -> Iterator[Finding]:
+    """The old and the new way to write rotary positions, both present."""
+    old, new = text.get("rope_scaling"), text.get("rope_parameters")
+    new = new if isinstance(new, Mapping) else {}
+    both = [("rope_scaling", old)] if isinstance(old, Mapping) else []
+    if text.get("rope_theta") is not None:
+        both.append(("rope_theta", {"rope_theta": text["rope_theta"]}))
+    for name, values in both:
+        for key in sorted(values.keys() & new.keys()):
+            if values[key] is None or new[key] is None or values[key] == new[key]:
+                continue
+            label = key if name == key else f"{name}.{key}"
+            yield _clash(
+                f"{label} and rope_parameters.{key} disagree; rope_parameters is used",
+                f"rope_parameters.{key} = {_short(new[key])}",
+                f"{label} = {_short(values[key])}",
+                "verify at positions beyond 4,000, where a wrong base shows",
+            )
+
+
+def _attention(text: Mapping[str, Any]) -> Iterator[Finding]:
+    """Sizes that must divide each other where nothing else gives a head its size."""
+    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+    given = any(text.get(key) is not None for key in ("head_dim", "v_head_dim", "kv_lora_rank", "d_kv", "head_size"))
+    if hidden and heads and hidden % heads and not given:
+        yield _clash(
+            f"hidden_size {hidden:,} is no multiple of num_attention_heads {heads:,}, and no head_dim is stated",
+            f"a multiple of {heads:,}, or a head_dim",
+            f"{hidden:,}",
+            "fetch config.json of the release again",
+        )
+    experts = next((size for key in _EXPERTS if (size := _size(text, key))), None)
+    for key in SYNONYMS[4]:
+        chosen = _size(text, key)
+        if chosen and experts and chosen > experts:
+            yield _clash(
+                f"{key} chooses {chosen:,} of {experts:,} experts",
+                f"at most {experts:,}",
+                f"{chosen:,}",
+                "fetch config.json of the release again",
+                "fatal",
+            )
+
+
+def _layers(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]:
+    count = _size(text, "num_hidden_layers")
+    if not count:
+        return
+    for key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
+        value = text.get(key)
+        if isinstance(value, list) and len(value) != count:
+            yield _clash(
+                f"{key} has {len(value):,} entries for {count:,} layers",
+                f"{count:,} entries, one a layer",
+                f"{len(value):,}",
+                "correct num_hidden_layers or the list against the model's release",
+            )
+    extra = max(_size(text, key) or 0 for key in ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers"))
+    found = set().union(*(of_it for kind, of_it in numbered(kinds, ("layers", "h", "blocks")) if kind.is_text))
+    absent = set(range(min(count, len(found) + 1_000))) - found
+    beyond = {layer for layer in found if layer >= count + extra}
+    if found and (absent or beyond):
+        yield _clash(
+            f"num_hidden_layers is {count:,}, the headers hold {len(found):,} layers up to number {max(found):,}",
+            f"layers 0 to {count - 1:,}" + (f", and {extra} extra prediction layers" if extra else ""),
+            f"no layer {min(absent):,}" if absent else f"layer {min(beyond):,} and {len(beyond) - 1:,} more",
+            "config.json and weights belong to different releases: fetch both again",
+        )
+
+
+def _experts(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]:
+    stated = next(((key, size) for key in _EXPERTS if (size := _size(text, key))), None)
+    found = set().union(*(of_it for kind, of_it in numbered(kinds, ("experts",)) if kind.is_text))
+    if stated and found and (len(found), max(found)) != (stated[1], stated[1] - 1):
+        yield _clash(
+            f"{stated[0]} is {stated[1]:,}, the headers hold {len(found):,} experts up to number {max(found):,}",
+            f"experts 0 to {stated[1] - 1:,}",
+            f"{len(found):,} experts",
+            "config.json and weights belong to different releases: fetch both again",
+        )
+
+
+def embedding_rows(kinds: Sequence[Kind]) -> int | None:
+    """Rows of the token embedding, as the headers have it."""
+    endings = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+    found = [k for k in kinds if k.is_text and k.pattern.endswith(endings) and k.shapes[0]]
+    return found[0].shapes[0][0] if len(found) == 1 else None
+
+
+def _vocabulary(text: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:
+    stated = _size(text, "vocab_size")
+    if rows is None or stated is None or stated == rows:
+        return
+    yield warning(
+        "padded-tensor" if rows > stated else "conflicting-flag",
+        f"vocab_size is {stated:,}, the token embedding has {rows:,} rows; the shapes decide",
+        file="config.json",
+        expected=f"vocab_size = {rows:,}",
+        found=f"{stated:,}",
+        next=f"set vocab_size to {rows}; rows that no token has are padding"
+        if rows > stated
+        else "fetch config.json and the shard with the embedding of one release",
+    )
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]:
+    """The floats that the weights are stored as, beside what the configuration calls them."""
+    named = next((level[key] for level in (text, config) for key in SYNONYMS[0][::-1] if level.get(key)), None)
+    stored = STORED.get(str(named).removeprefix("torch."))
+    floats = [dtype for dtype in by_dtype(kinds) if dtype in STORED.values()]
+    if stored and floats and floats[0] != stored:
+        yield _clash(
+            f"config.json calls the weights {named}, most are stored as {floats[0]}",
+            f"{floats[0]}",
+            f"{named}",
+            "nothing, if the release is so; --dtype chooses what is computed in",
+            "note",
+        )
+
+
+def _size(level: Mapping[str, Any], key: str) -> int | None:
+    value = level.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _plain(value: object) -> object:
+    return value.removeprefix("torch.") if isinstance(value, str) else value
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

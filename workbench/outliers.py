@@ -1,0 +1,71 @@
+"""Tensors whose scale is unlike that of their siblings: the same weight in other layers or experts. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from firstlight.engine.findings import Finding, warning
+from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.workbench.deep import TensorReading
+
+LEAST_SIBLINGS = 5
+FAR = 5.0  # powers of two from the median; releases that are right stay within
+SPREADS = 6.0  # and as many times the median distance of all siblings
+
+
+def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
+    """A warning for each pattern of names with members that are all zero, or much larger or smaller than the others.
+
+    The scale is the root mean square; far is more than 32 times the median of the siblings and six times their usual
+    distance from it. Right weights can be so; a shard of another release, a wrong conversion or a hole in a file is.
+    """
+    measured = [reading for reading in readings if reading.rms is not None]
+    for pattern, siblings in grouped(measured, lambda reading: reading.tensor).items():
+        if len(siblings) < LEAST_SIBLINGS:
+            continue
+        zero = [reading for reading in siblings if reading.rms == 0]
+        others = [reading for reading in siblings if reading.rms]
+        if zero and len(others) > len(zero):
+            yield _odd(pattern, zero, "all zero, unlike their siblings", "0", _usual(others))
+        if len(others) >= LEAST_SIBLINGS:
+            far = _far(others)
+            if far:
+                worst = max(far, key=lambda reading: abs(_log(reading) - _middle(others)))
+                times = 2 ** (_log(worst) - _middle(others))
+                size = f"{times:,.3g} times" if times > 1 else f"1/{1 / times:,.3g} of"
+                yield _odd(
+                    pattern, far, f"up to {size} the scale of their siblings", f"{worst.rms:.3g}", _usual(others)
+                )
+
+
+def _far(siblings: Sequence[TensorReading]) -> list[TensorReading]:
+    middle = _middle(siblings)
+    usual = statistics.median(abs(_log(reading) - middle) for reading in siblings)
+    return [reading for reading in siblings if abs(_log(reading) - middle) > max(FAR, SPREADS * usual)]
+
+
+def _log(reading: TensorReading) -> float:
+    assert reading.rms
+    return math.log2(reading.rms)
+
+
+def _middle(siblings: Iterable[TensorReading]) -> float:
+    return statistics.median(map(_log, siblings))
+
+
+def _usual(siblings: Sequence[TensorReading]) -> str:
+    return f"root mean square about {2 ** _middle(siblings):.3g}"
+
+
+def _odd(pattern: str, odd: Sequence[TensorReading], how: str, found: str, expected: str) -> Finding:
+    names = tuple(reading.tensor for reading in odd)
+    return warning(
+        "odd-scale",
+        f"{with_numbers(pattern, numbers(pattern, names))}: {len(names):,} of these tensors are {how}",
+        tensors=names,
+        expected=expected,
+        found=found,
+        next="compare hashes with another copy (scan --against); the vendor may have meant it",
+    )

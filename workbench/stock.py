@@ -1,0 +1,91 @@
+"""What a checkpoint holds by kind: tensors whose names differ in numbers only. Made for half a million of them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from operator import attrgetter
+
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+
+_name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
+VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the names of what is not the text model
+EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction layers
+
+
+class Kind:
+    """Tensors of one pattern of names; everything else is counted once, when it is asked for."""
+
+    def __init__(self, pattern: str, tensors: list[TensorInfo]) -> None:
+        self.pattern = pattern
+        self.tensors = tensors
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(map(_name, self.tensors))
+
+    @cached_property
+    def numbers(self) -> list[list[int]]:
+        return numbers(self.pattern, self.names)
+
+    @cached_property
+    def range(self) -> str:
+        """The pattern with the numbers that occur."""
+        return with_numbers(self.pattern, self.numbers)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(dict.fromkeys(map(_shape, self.tensors)))
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted(set(map(_dtype, self.tensors))))
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(map(_nbytes, self.tensors))
+
+    @property
+    def is_text(self) -> bool:
+        return not any(word in part for part in self.pattern.lower().split(".") for word in VISION + EXTRA)
+
+
+def stock(tensors: Iterable[TensorInfo]) -> list[Kind]:
+    """All kinds, in the order in which they come in the checkpoint."""
+    return [Kind(pattern, of_it) for pattern, of_it in grouped(tensors, _name).items()]
+
+
+def by_dtype(kinds: Iterable[Kind]) -> dict[str, tuple[int, int, int]]:
+    """dtype -> tensors, elements, bytes; the most bytes first."""
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for kind in kinds:
+        parts = (
+            [(kind.dtypes[0], kind.tensors)]
+            if len(kind.dtypes) == 1
+            else [(d, [t for t in kind.tensors if t.dtype == d]) for d in kind.dtypes]
+        )
+        for dtype, tensors in parts:
+            total = totals[dtype]
+            total[0] += len(tensors)
+            total[1] += (
+                len(tensors) * math.prod(kind.shapes[0])
+                if len(kind.shapes) == 1
+                else sum(math.prod(tensor.shape) for tensor in tensors)
+            )
+            total[2] += sum(map(_nbytes, tensors))
+    ordered = sorted(totals.items(), key=lambda item: -item[1][2])
+    return {dtype: (count, elements, nbytes) for dtype, (count, elements, nbytes) in ordered}
+
+
+def numbered(kinds: Iterable[Kind], words: Sequence[str]) -> Iterator[tuple[Kind, list[int]]]:
+    """Kinds with a number right after one of `words`, and the numbers that occur there."""
+    for kind in kinds:
+        parts = kind.pattern.split(".")
+        stars = [place for place, part in enumerate(parts) if part == "*"]
+        for star, found in zip(stars, kind.numbers, strict=True):
+            if star and parts[star - 1] in words:
+                yield kind, found
+                break
