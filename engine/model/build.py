@@ -14,7 +14,7 @@ from firstlight.engine.model.layers.embedding import Head, TokenEmbedding
 from firstlight.engine.model.layers.layer import Layer
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.residual import ENDS
-from firstlight.engine.model.layers.vision import VisionTower
+from firstlight.engine.model.layers.towers import TOWERS
 from firstlight.engine.model.spec import CacheSpec, ModelSpec
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
 from firstlight.kernels.registry import Choice
@@ -32,7 +32,7 @@ class Model:
         self.device = next(iter(weights.storages.values())).device
         self.is_first, self.is_last = start == 0, stop == spec.num_layers
         self._embed = TokenEmbedding(spec, access) if self.is_first else None
-        self._vision = VisionTower(spec.vision, access) if spec.vision and self.is_first else None
+        self._vision = TOWERS[type(spec.vision)](spec.vision, access) if spec.vision and self.is_first else None
         self._layers = [Layer(spec.layers[i], access.into(f"layers.{i}"), i) for i in range(start, stop)]
         self._choosers = [spec.chooser(i) for i in range(start, stop)]
         self._ends = (

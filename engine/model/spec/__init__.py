@@ -9,16 +9,18 @@ from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import FeedForward, LayerSpec, Mixer
 from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.mlp import MLP
-from firstlight.engine.model.spec.model import ModelSpec
+from firstlight.engine.model.spec.model import ModelSpec, Vision
 from firstlight.engine.model.spec.moe import Latent, MoE, Router
+from firstlight.engine.model.spec.moonvit import GRIDS, MergedProjector, MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
 from firstlight.engine.model.spec.residual import AttentionResidual, Residual
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
-from firstlight.engine.model.spec.vision import Projector, VisionSpec
+from firstlight.engine.model.spec.vision import Projector, VisionSpec, pictures_of_rows
 
 __all__ = [
     "FIRST_STAGE",
+    "GRIDS",
     "LAST_STAGE",
     "MLA",
     "MLP",
@@ -31,9 +33,11 @@ __all__ = [
     "Indexer",
     "Latent",
     "LayerSpec",
+    "MergedProjector",
     "Mixer",
     "MoE",
     "ModelSpec",
+    "MoonViT",
     "Norm",
     "Param",
     "Projector",
@@ -45,5 +49,7 @@ __all__ = [
     "Scope",
     "StateTensor",
     "Temperature",
+    "Vision",
     "VisionSpec",
+    "pictures_of_rows",
 ]

@@ -6,11 +6,14 @@ import msgspec
 
 from firstlight.engine.findings import Finding
 from firstlight.engine.model.spec.layer import LayerSpec
+from firstlight.engine.model.spec.moonvit import MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Scope
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.vision import VisionSpec
 from firstlight.engine.parallel.placement import Vocab
+
+Vision = VisionSpec | MoonViT
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +30,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
-    vision: VisionSpec | None = None
+    vision: Vision | None = None
     mtp: tuple[LayerSpec, ...] = ()
     dtype: str = "BF16"
     findings: tuple[Finding, ...] = ()

@@ -1,0 +1,7 @@
+"""Vision towers by their spec: one line a kind."""
+
+from firstlight.engine.model import spec as specs
+from firstlight.engine.model.layers.moonvit import MoonViT
+from firstlight.engine.model.layers.vision import VisionTower
+
+TOWERS = {specs.VisionSpec: VisionTower, specs.MoonViT: MoonViT}
