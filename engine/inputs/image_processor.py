@@ -18,7 +18,7 @@ class ImageProcessor:
 
     Covered: the classes in `image_kinds/registry.py`, each with its Fast and Pil names. The results are those of
     transformers without torchvision, bit for bit; with torchvision, resizing differs by up to a few 8-bit levels. Two
-    classes (Llama 4, Kimi K2.5) exist there with torchvision only: theirs differ by one level at most.
+    classes (Llama 4, Kimi K2.5) exist there with torchvision only, and are resized as it does.
     """
 
     def __init__(self, constants: ImageConstants) -> None:

@@ -53,6 +53,20 @@ def resize(image_CHW: NDArray[np.uint8], shape: tuple[int, int], resample: int) 
     return np.asarray(image.resize((width, height), resample=Image.Resampling(resample))).transpose(2, 0, 1)
 
 
+def resize_as_torchvision(image_CHW: NDArray[np.uint8], shape: tuple[int, int], resample: int) -> NDArray[np.uint8]:
+    """torchvision's antialiased resize of an 8-bit picture, for classes that transformers has with torchvision only.
+
+    Bilinear and bicubic as torch does them; the other filters of `PIL.Image.Resampling` are Pillow's.
+    """
+    mode = {2: "bilinear", 3: "bicubic"}.get(resample)
+    if mode is None or shape == image_CHW.shape[1:]:
+        return resize(image_CHW, shape, resample)
+    import torch
+
+    image_1CHW = torch.from_numpy(image_CHW.copy())[None]
+    return torch.nn.functional.interpolate(image_1CHW, shape, mode=mode, align_corners=False, antialias=True)[0].numpy()
+
+
 def center_crop(image_CHW: Array, shape: tuple[int, int]) -> Array:
     """The middle of a picture, in a frame of zeros where it is smaller than `shape` (height, width)."""
     (height, width), (crop_height, crop_width) = image_CHW.shape[-2:], shape

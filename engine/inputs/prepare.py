@@ -269,7 +269,8 @@ class Processor:
     def _spans(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[tuple[Span, ...], ...]:
         """Where the tokens of each picture stand, in runs; raises `Refused` where the tokenizer broke them up."""
         positions = [index for index, id_ in enumerate(ids) if id_ == self.expansion.fill_id]
-        if len(positions) != sum(counts):
+        is_token = self.tokenizer.encode(self.expansion.fill, add_special_tokens=False) == [self.expansion.fill_id]
+        if not is_token or len(positions) != sum(counts):
             self._refuse_placeholder(len(positions), sum(counts))
         spans, used = [], 0
         for count in counts:

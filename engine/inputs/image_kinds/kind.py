@@ -51,7 +51,8 @@ class ImageKind(msgspec.Struct, frozen=True, kw_only=True):
     `defaults`: what the class takes for a key that the file leaves out; its keys, with `more`, are all that are read.
     `sizes`: the keys that `size` may have. `steps`: pictures to tensors under the vendor's names. `renamed`: keys that
     stand in the file under another name, as (key, value, where); it is given the file's keys and the defaults.
-    `tags`: tensors whose values are those of a dtype numpy lacks.
+    `tags`: tensors whose values are those of a dtype numpy lacks. `torchvision`: the class needs it in
+    transformers, and resizes as it does.
     """
 
     defaults: Mapping[str, Any]
@@ -60,6 +61,7 @@ class ImageKind(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[frozenset[str], ...] = (HEIGHT_WIDTH, SHORTEST, SHORTEST_LONGEST, WITHIN)
     renamed: Renamed | None = None
     tags: Mapping[str, str] = {}
+    torchvision: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -76,7 +78,8 @@ def resized(
 ) -> NDArray[np.uint8]:
     """The picture resized to `shape` (height, width) with the checkpoint's filter; refused beyond the limits."""
     check_shape(picture, step or f"resizing to {constants['size']}", shape)
-    return steps.resize(image_CHW, shape, constants["resample"])
+    resize = steps.resize_as_torchvision if constants.kind.torchvision else steps.resize
+    return resize(image_CHW, shape, constants["resample"])
 
 
 def finished(constants: ImageConstants, image_CHW: steps.Array) -> steps.Array:

@@ -246,6 +246,7 @@ KIMI_K25 = ImageKind(
     sizes=(WITHIN,),
     steps=navit,
     renamed=_media,
+    torchvision=True,
 )
 KIMI_VL = ImageKind(
     defaults={

@@ -183,4 +183,5 @@ LLAMA4 = ImageKind(
     sizes=(HEIGHT_WIDTH,),
     steps=padded,
     tags={"pixel_values": "BF16"},
+    torchvision=True,
 )
