@@ -31,7 +31,7 @@ SLACK: Mapping[str, float] = MappingProxyType({"moe": 2.0})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call; `outputs` are the arguments that the operator writes, where it returns nothing."""
+    """The arguments of one call; `outputs` are those that the operator writes."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -89,6 +89,8 @@ FOLDERS: Mapping[str, str] = MappingProxyType(
         "gated_activation": "gated_activation",
         "write_cache": "attention",
         "attention": "attention",
+        "causal_conv": "causal_conv",
+        "linear_attention": "linear_attention",
         "router_topk": "router_topk",
         "grouped_matmul": "moe",
         "moe": "moe",
@@ -167,11 +169,10 @@ def check(
 
 
 def run(function: Callable[..., Any], call: Call) -> tuple[Tensor, ...]:
-    """Make the call and return its outputs as a tuple."""
+    """Make the call and return what it returns and what it writes as a tuple."""
     result = function(*call.args, **call.kwargs)
-    if call.outputs:
-        return call.outputs
-    return tuple(result) if isinstance(result, tuple) else (result,)
+    returned = result if isinstance(result, tuple) else () if result is None else (result,)
+    return (*returned, *call.outputs)
 
 
 def _tensors(call: Call) -> list[Tensor]:

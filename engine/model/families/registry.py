@@ -19,6 +19,7 @@ from firstlight.engine.model.spec import ModelSpec
 MODULES = (  # one line a family
     "deepseek_v3",
     "gemma2",
+    "kimi_linear",
     "llama",
     "llava",
     "mistral",

@@ -10,13 +10,18 @@ from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import Attention
+from firstlight.engine.model.layers.gated_delta import GatedDelta
 from firstlight.engine.model.layers.mla import MLA
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.moe import MoE
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
 
-MIXERS = {specs.Attention: Attention, specs.MLA: MLA}  # one line a block
+MIXERS = {  # one line a block
+    specs.Attention: Attention,
+    specs.GatedDelta: GatedDelta,
+    specs.MLA: MLA,
+}
 FEED_FORWARDS = {specs.MLP: MLP, specs.MoE: MoE}
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from firstlight.engine.model.spec.attention import Attention
 from firstlight.engine.model.spec.cache import CacheSpec
+from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.mla import MLA
 from firstlight.engine.model.spec.mlp import MLP
 from firstlight.engine.model.spec.moe import MoE
@@ -16,7 +17,7 @@ from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rope import Rope
 
-Mixer = Attention | MLA
+Mixer = Attention | MLA | GatedDelta
 
 
 FeedForward = MLP | MoE

@@ -1,0 +1,150 @@
+"""Kimi Linear: delta attention with a decay a channel, latent attention without positions, sigmoid-routed experts."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    TRUNK,
+    activation,
+    decoder,
+    experts,
+    mlp,
+    rms,
+)
+from firstlight.engine.model.families.deepseek_v3 import MLA_RULES
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.rules import rule
+from firstlight.engine.model.spec import MLA, MLP, FeedForward, GatedDelta, Mixer, ModelSpec, MoE, Norm, Router
+
+
+def delta_attention(config: Config) -> GatedDelta:
+    nested = config.sub("linear_attn_config")
+    heads = int(nested.get("num_heads", config.get("linear_num_heads", 32)))
+    dim = int(nested.get("head_dim", config.get("linear_head_dim", 128)))
+    config.only("hidden_act", "silu", default="silu")  # of the convolution
+    return GatedDelta(
+        num_key_heads=heads,
+        num_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        eps=rms(config, 1e-5).eps,
+        conv=int(nested.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4))),
+        decay="channel",
+        decay_rank=dim,
+        decay_shape=(1, 1, heads, 1),
+        gate_rank=dim,
+        gate_activation="sigmoid",
+    )
+
+
+def latent_attention(config: Config) -> MLA:
+    config.only("mla_use_nope", True, default=True)
+    nope, shared = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
+    for key in ("qk_head_dim", "head_dim", "num_key_value_heads", "rope_theta", "rope_parameters"):
+        config.get(key)  # these follow from others, or say nothing of a model without positions
+    return MLA(
+        num_heads=config.size("num_attention_heads"),
+        q_lora_rank=config.get("q_lora_rank"),
+        kv_lora_rank=config.size("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=shared,
+        v_dim=config.size("v_head_dim"),
+        scale=(nope + shared) ** -0.5,
+        norm=Norm(eps=1e-6),  # fixed in the reference, whatever rms_norm_eps says
+        bias=bool(config.get("attention_bias", False)),
+    )
+
+
+def mixture(config: Config) -> MoE:
+    config.only("moe_layer_freq", 1, default=1)
+    config.only("moe_router_activation_func", "sigmoid", default="sigmoid")
+    config.get("use_grouped_topk")  # with one group it says the same either way
+    width, act = config.size("moe_intermediate_size"), activation(config)
+    return MoE(
+        num_experts=config.size("num_experts", "num_local_experts"),
+        intermediate=width,
+        activation=act,
+        router=Router(
+            top_k=config.size("num_experts_per_token", "num_experts_per_tok"),
+            scoring="sigmoid",
+            normalize=bool(config.get("moe_renormalize", config.get("norm_topk_prob", True))),
+            scale=float(config.get("routed_scaling_factor", 2.446)),
+            correction_bias=True,
+            num_groups=int(config.get("num_expert_group", config.get("n_group", 1))),
+            topk_groups=int(config.get("topk_group", 1)),
+            group_score="top2_sum",
+            float32=True,
+        ),
+        shared=MLP(
+            intermediate=width * int(config.get("num_shared_experts", config.get("n_shared_experts", 1))),
+            activation=act,
+        ),
+    )
+
+
+def full_layers(config: Config) -> set[int]:
+    """Layers with latent attention, counted from 0; releases count them from 1."""
+    count, types = config.size("num_hidden_layers"), config.get("layer_types")
+    if types is not None:
+        for kind in set(types) - {"full_attention", "linear_attention"}:
+            config.unsupported("layer_types", kind, "full_attention or linear_attention")
+        if len(types) != count:
+            config.refuse("layer_types", f"{len(types)} entries", f"{count} entries, one a layer")
+        return {index for index, kind in enumerate(types) if kind == "full_attention"}
+    nested = config.sub("linear_attn_config")
+    full, linear = nested.get("full_attn_layers"), nested.get("kda_layers")
+    if full is None or linear is None:
+        return {index for index in range(count) if index and index % 4 == 0}
+    if sorted((*full, *linear)) != list(range(1, count + 1)):
+        nested.refuse("full_attn_layers", full, f"with kda_layers, each of the layers 1 to {count} once")
+    return {index - 1 for index in full}
+
+
+def dense_layers(config: Config) -> set[int]:
+    """Layers whose feed-forward is no mixture."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return set(range(int(config.get("first_k_dense_replace", 1))))
+    for kind in set(types) - {"dense", "sparse"}:
+        config.unsupported("mlp_layer_types", kind, "dense or sparse")
+    return {index for index, kind in enumerate(types) if kind == "dense"}
+
+
+def spec(config: Config) -> ModelSpec:
+    delta, latent, full = delta_attention(config), latent_attention(config), full_layers(config)
+    moe, dense, plain = mixture(config), dense_layers(config), mlp(config)
+    config.only("num_nextn_predict_layers", 0, default=0)
+
+    def mixer(index: int) -> Mixer:
+        return latent if index in full else delta
+
+    def feed_forward(index: int) -> FeedForward:
+        return plain if index in dense else moe
+
+    reach = int(config.get("model_max_length", config.get("max_position_embeddings", 0)))
+    return decoder(config, "kimi_linear", mixer, feed_forward, norm=rms(config, 1e-5), max_positions=reach)
+
+
+_A, _P = "(model.|)layers.{i}.self_attn.", "layers.{i}.mixer."
+DELTA_RULES = (
+    *(
+        rule(f"{_A}(forget_gate.|){part}_proj.weight", f"{_P}{part}.weight")
+        for part in ("k", "v", "b", "g", "g_a", "g_b", "f_a", "f_b")
+    ),
+    *(rule(f"{_A}{part}_conv1d.weight", f"{_P}conv.{part}.weight") for part in "qkv"),
+    rule(_A + "conv1d.weight", *(f"{_P}conv.{part}.weight" for part in "qkv")),
+    rule(_A + "(forget_gate.|)A_log", _P + "decay"),
+    rule(_A + "(forget_gate.|)dt_bias", _P + "dt_bias"),
+    rule(_A + "o_norm.weight", _P + "norm.weight"),
+)
+_F = "(model.|)layers.{i}.(mlp|block_sparse_moe)."
+MIXTURE_RULES = (
+    *(rule(f"{_F}{part}_proj.weight", f"layers.{{i}}.ffn.{part}.weight") for part in ("gate", "up", "down")),
+    *(
+        rule(f"{_F}shared_experts.{part}_proj.weight", f"layers.{{i}}.ffn.shared.{part}.weight")
+        for part in ("gate", "up", "down")
+    ),
+    rule(_F + "gate.e_score_correction_bias", "layers.{i}.ffn.router.correction_bias"),
+    *experts("block_sparse_moe", "w1", "w3", "w2"),
+    *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+)
+RULES = TRUNK + MLA_RULES + DELTA_RULES + MIXTURE_RULES
+FAMILY = Family(name="kimi_linear", model_types=("kimi_linear",), spec=spec, rules=RULES)
