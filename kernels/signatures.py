@@ -127,7 +127,10 @@ class RouterTopk(Protocol):
         topk_groups: int = 1,
         group_score: str = "top2_sum",
         scale: float = 1.0,
-        softmax_after: bool = False,
+        score_chosen: bool = False,
+        eps: float = 1e-20,
+        floor: float = 0.0,
+        chosen_Tk: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -149,6 +152,10 @@ class Moe(Protocol):
         down_EHF: Tensor,
         activation: str = "silu",
         expert_start: int = 0,
+        gate_up_bias_E2F: Tensor | None = None,
+        down_bias_EH: Tensor | None = None,
+        gated: bool = True,
+        weigh_input: bool = False,
     ) -> Tensor: ...
 
 

@@ -60,6 +60,9 @@ class MoeCase:
     local: int
     start: int = 0
     activation: str = "silu"
+    biases: bool = False
+    gated: bool = True
+    weigh_input: bool = False
     benchmark: bool = False
 
     operator: str = "moe"
@@ -73,10 +76,19 @@ class MoeCase:
         x_TH = torch.randn(self.tokens, self.hidden, generator=random).to(device, dtype)
         weights_TE, order_TE = torch.rand(self.tokens, self.experts, generator=random).sort(dim=-1, descending=True)
         weights_Tk, ids_Tk = weights_TE[:, : self.top_k].to(device), order_TE[:, : self.top_k].to(device)
-        gate_up = torch.randn(self.local, 2 * self.width, self.hidden, generator=random) * self.hidden**-0.5
+        rows = (2 if self.gated else 1) * self.width
+        gate_up = torch.randn(self.local, rows, self.hidden, generator=random) * self.hidden**-0.5
         down = torch.randn(self.local, self.hidden, self.width, generator=random) * self.width**-0.5
         experts = (gate_up.to(device, dtype), down.to(device, dtype))
-        return Call((x_TH, ids_Tk, weights_Tk, *experts, self.activation, self.start))
+        shapes = ((self.local, rows), (self.local, self.hidden)) if self.biases else ()
+        gate_up_bias, down_bias = [torch.randn(*shape, generator=random).to(device, dtype) for shape in shapes] or (
+            None,
+            None,
+        )
+        return Call(
+            (x_TH, ids_Tk, weights_Tk, *experts, self.activation, self.start, gate_up_bias, down_bias),
+            {"gated": self.gated, "weigh_input": self.weigh_input},
+        )
 
     def work(self, dtype: torch.dtype) -> Work:
         pairs = self.tokens * self.top_k * self.local // self.experts
@@ -104,6 +116,10 @@ CASES: tuple[GroupedCase | MoeCase, ...] = (
     MoeCase("upper half of the experts", 13, 64, 32, 8, 2, 4, start=4),
     MoeCase("none of the chosen here", 1, 64, 32, 64, 1, 1, start=0),
     MoeCase("every expert chosen", 5, 40, 24, 3, 3, 3, activation="relu2"),
+    MoeCase("biases and limits", 9, 64, 48, 6, 2, 3, start=3, activation="clamped(7,1.702,1)", biases=True),
+    MoeCase("not gated", 9, 64, 40, 4, 2, 4, activation="relu2", gated=False),
+    MoeCase("not gated, biases", 1, 72, 40, 4, 2, 4, activation="gelu", biases=True, gated=False),
+    MoeCase("weights on the input", 9, 64, 40, 4, 2, 2, start=2, weigh_input=True),
     GroupedCase("64 experts x 64 rows", (64,) * 64, 2048, 1536, benchmark=True),
     MoeCase("decode 16, 128 experts", 16, 2048, 768, 128, 8, 128, benchmark=True),
     MoeCase("decode 64, 32 of 256 experts", 64, 7168, 2048, 256, 8, 32, benchmark=True),

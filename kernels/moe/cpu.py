@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.kernels.gated_activation.cpu import gated_activation
+from firstlight.kernels.moe.reference import plain_activation
 
 
 def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
@@ -32,6 +33,10 @@ def moe(
     down_EHF: Tensor,
     activation: str = "silu",
     expert_start: int = 0,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_EH: Tensor | None = None,
+    gated: bool = True,
+    weigh_input: bool = False,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract)."""
     num_local, top_k = gate_up_E2FH.shape[0], ids_Tk.shape[1]
@@ -45,6 +50,15 @@ def moe(
         place_M = torch.tensor(own)
         token_M = place_M // top_k
         rows_MH = x_TH if x_TH.shape[0] == 1 else x_TH[token_M]
-        hidden_MF = gated_activation(F.linear(rows_MH, gate_up_E2FH[expert]), activation)
-        out_TH.index_add_(0, token_M, F.linear(hidden_MF, down_EHF[expert]) * weights_M[place_M, None])
+        weight_M1 = weights_M[place_M, None]
+        if weigh_input:
+            rows_MH = (rows_MH * weight_M1).to(x_TH.dtype)
+        gate_up_M2F = F.linear(rows_MH, gate_up_E2FH[expert], _of(gate_up_bias_E2F, expert))
+        hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
+        down_MH = F.linear(hidden_MF, down_EHF[expert], _of(down_bias_EH, expert))
+        out_TH.index_add_(0, token_M, down_MH.float() if weigh_input else down_MH * weight_M1)
     return out_TH.to(x_TH.dtype)
+
+
+def _of(bias_EF: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias_EF is None else bias_EF[expert]

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from firstlight.kernels.gated_activation.reference import gated_activation
+from firstlight.kernels.gated_activation.reference import ACTIVATIONS, gated_activation
 
 
 def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
@@ -27,6 +27,11 @@ def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> 
     return out_MF
 
 
+def plain_activation(x: Tensor, activation: str) -> Tensor:
+    """The activation alone, computed in float32 and rounded once."""
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
 def moe(
     x_TH: Tensor,
     ids_Tk: Tensor,
@@ -35,20 +40,34 @@ def moe(
     down_EHF: Tensor,
     activation: str = "silu",
     expert_start: int = 0,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_EH: Tensor | None = None,
+    gated: bool = True,
+    weigh_input: bool = False,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted: the part that the experts held here contribute.
 
     `ids_Tk` [T, k] are global expert numbers; those outside [expert_start, expert_start + E) belong to other ranks
-    and contribute nothing. `gate_up_E2FH` [E, 2F, H] and `down_EHF` [E, H, F] are the experts' weights. The result is
-    [T, H] in the dtype of `x_TH`; the intermediate is rounded to that dtype, the weighted sum is float32.
+    and contribute nothing. `gate_up_E2FH` [E, 2F, H] and `down_EHF` [E, H, F] are the experts' weights, each with a
+    bias or without. Not `gated`: the first is [E, F, H] and the activation stands alone. `weigh_input` multiplies an
+    expert's input by its weight instead of its output (Llama 4). The result is [T, H] in the dtype of `x_TH`; the
+    intermediate and a weighted input are rounded to that dtype, the weighted sum is float32.
     """
     out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
     for expert in range(gate_up_E2FH.shape[0]):
         token, column = torch.where(ids_Tk == expert + expert_start)
         if token.numel() == 0:
             continue
-        gate_up = (x_TH[token].float() @ gate_up_E2FH[expert].float().T).to(x_TH.dtype)
-        hidden = gated_activation(gate_up, activation)
+        rows, weight = x_TH[token].float(), weights_Tk[token, column].float().unsqueeze(-1)
+        if weigh_input:
+            rows = (rows * weight).to(x_TH.dtype).float()
+        gate_up = rows @ gate_up_E2FH[expert].float().T
+        if gate_up_bias_E2F is not None:
+            gate_up = gate_up + gate_up_bias_E2F[expert].float()
+        gate_up = gate_up.to(x_TH.dtype)
+        hidden = gated_activation(gate_up, activation) if gated else plain_activation(gate_up, activation)
         down = hidden.float() @ down_EHF[expert].float().T
-        out_TH.index_add_(0, token, down * weights_Tk[token, column].float().unsqueeze(-1))
+        if down_bias_EH is not None:
+            down = down + down_bias_EH[expert].float()
+        out_TH.index_add_(0, token, down if weigh_input else down * weight)
     return out_TH.to(x_TH.dtype)

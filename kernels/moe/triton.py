@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firstlight.kernels.gated_activation.triton import gated_activation
+from firstlight.kernels.moe.reference import plain_activation
 from firstlight.kernels.triton_support import dot, needs_upcast, unit_last_stride
 
 
@@ -28,6 +29,7 @@ def _grouped_matmul_kernel(
     out_ptr,
     group_start_ptr,
     row_ptr,  # which row of x stands at a sorted place; not read unless GATHER
+    bias_ptr,  # [E, F]; not read unless HAS_BIAS
     num_experts,
     x_stride,
     weight_stride_expert,
@@ -39,6 +41,7 @@ def _grouped_matmul_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GATHER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -67,6 +70,9 @@ def _grouped_matmul_kernel(
             in_weight = (inner < H)[:, None] & (column < F)[None, :]
             weight = tl.load(weight_row[None, :] + inner[:, None], mask=in_weight, other=0.0)
             acc = dot(x, weight, acc, UPCAST)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + tl.cast(expert, tl.int64) * F + column, mask=column < F, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
         out_row = out_ptr + place.to(tl.int64) * F
         is_out = is_row[:, None] & (column < F)[None, :]
         tl.store(out_row[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_out)
@@ -82,6 +88,7 @@ def _combine_kernel(
     num_experts,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
+    WEIGH: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -90,7 +97,9 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for j in range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + j)
-        weight = tl.load(weights_ptr + token * TOP_K + j).to(tl.float32)
+        weight = 1.0
+        if WEIGH:
+            weight = tl.load(weights_ptr + token * TOP_K + j).to(tl.float32)
         is_here = (column < H) & (place < num_local)
         down = tl.load(down_ptr + place * H + column, mask=is_here, other=0.0).to(tl.float32)
         acc += weight * down
@@ -111,6 +120,10 @@ def moe(
     down_EHF: Tensor,
     activation: str = "silu",
     expert_start: int = 0,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_EH: Tensor | None = None,
+    gated: bool = True,
+    weigh_input: bool = False,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract).
 
@@ -129,10 +142,13 @@ def moe(
 
     num_rows = order_M.numel()
     gate_up_M2F = torch.empty(num_rows, gate_up_E2FH.shape[1], dtype=x_TH.dtype, device=x_TH.device)
-    _grouped_matmul(x_TH, gate_up_E2FH, group_start_E1, gate_up_M2F, order_M // top_k)
-    hidden_MF = gated_activation(gate_up_M2F, activation)
+    x_MH, row_M = x_TH, order_M // top_k
+    if weigh_input:
+        x_MH, row_M = (x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype), None
+    _grouped_matmul(x_MH, gate_up_E2FH, group_start_E1, gate_up_M2F, row_M, gate_up_bias_E2F)
+    hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
     down_MH = torch.empty(num_rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
-    _grouped_matmul(hidden_MF, down_EHF, group_start_E1, down_MH)
+    _grouped_matmul(hidden_MF, down_EHF, group_start_E1, down_MH, None, down_bias_EH)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
         down_MH,
@@ -143,13 +159,19 @@ def moe(
         num_local,
         H=hidden,
         TOP_K=top_k,
+        WEIGH=not weigh_input,
         BLOCK_H=block,
     )
     return out_TH
 
 
 def _grouped_matmul(
-    x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor, out_MF: Tensor, row_M: Tensor | None = None
+    x_MH: Tensor,
+    weight_EFH: Tensor,
+    group_start_E1: Tensor,
+    out_MF: Tensor,
+    row_M: Tensor | None = None,
+    bias_EF: Tensor | None = None,
 ) -> Tensor:
     """Fill the rows of `out_MF` that belong to a group; the others keep what they hold."""
     num_rows, width = out_MF.shape
@@ -165,6 +187,7 @@ def _grouped_matmul(
         out_MF,
         group_start_E1,
         group_start_E1 if row_M is None else row_M,
+        group_start_E1 if bias_EF is None else bias_EF.contiguous(),
         num_experts,
         x_MH.stride(0),
         weight_EFH.stride(0),
@@ -176,6 +199,7 @@ def _grouped_matmul(
         BLOCK_F=tiles.block_f,
         BLOCK_H=tiles.block_h,
         GATHER=row_M is not None,
+        HAS_BIAS=bias_EF is not None,
         UPCAST=needs_upcast(x_MH),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -27,7 +27,10 @@ class RouterCase:
     topk_groups: int = 1
     group_score: str = "top2_sum"
     scale: float = 1.0
-    softmax_after: bool = False
+    score_chosen: bool = False
+    eps: float = 1e-20
+    floor: float = 0.0
+    chosen: bool = False
     benchmark: bool = False
 
     operator: str = "router_topk"
@@ -40,6 +43,9 @@ class RouterCase:
         random = testing.generator(self, torch.float32)
         logits_TE = torch.randn(self.tokens, self.experts, generator=random) * 2
         bias_E = torch.rand(self.experts, generator=random).to(device) if self.bias else None
+        chosen_Tk = None
+        if self.chosen:
+            chosen_Tk = torch.rand(self.tokens, self.experts, generator=random).argsort(-1)[:, : self.top_k].to(device)
         return Call(
             (logits_TE.to(device), bias_E, self.top_k, self.scoring, self.normalize),
             {
@@ -47,7 +53,10 @@ class RouterCase:
                 "topk_groups": self.topk_groups,
                 "group_score": self.group_score,
                 "scale": self.scale,
-                "softmax_after": self.softmax_after,
+                "score_chosen": self.score_chosen,
+                "eps": self.eps,
+                "floor": self.floor,
+                "chosen_Tk": chosen_Tk,
             },
         )
 
@@ -84,7 +93,7 @@ CASES: tuple[RouterCase, ...] = (
     RouterCase("mixtral", 63, 8, 2),
     RouterCase("qwen3 moe", 5, 128, 8),
     RouterCase("qwen3 moe, weights not normalised", 5, 60, 4, normalize=False),
-    RouterCase("gpt-oss", 7, 100, 4, softmax_after=True),
+    RouterCase("gpt-oss", 7, 100, 4, score_chosen=True),
     RouterCase("one expert of one", 3, 1, 1),
     RouterCase("every expert", 3, 7, 7),
     RouterCase("deepseek v2", 7, 160, 6, normalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0),
@@ -92,6 +101,12 @@ CASES: tuple[RouterCase, ...] = (
     _deepseek_v3("deepseek v3, odd groups", 9, 36, 3, 3, 2),
     _deepseek_v3("kimi k2", 3, 384, 8, 1, 1),
     RouterCase("sigmoid without bias", 3, 100, 5, scoring="sigmoid", scale=0.5),
+    RouterCase("lfm2", 5, 32, 4, scoring="sigmoid", bias=True, eps=1e-2),
+    RouterCase("ernie", 5, 64, 6, bias=True, floor=0.5),
+    RouterCase("deepseek v4", 5, 96, 6, scoring="sqrtsoftplus", bias=True, scale=1.5),
+    RouterCase("deepseek v4, hashed", 5, 96, 6, scoring="sqrtsoftplus", scale=1.5, chosen=True),
+    RouterCase("sigmoid of the chosen", 5, 40, 3, scoring="sigmoid", bias=True, score_chosen=True),
+    RouterCase("sigmoid of the chosen, as they are", 5, 40, 3, scoring="sigmoid", normalize=False, score_chosen=True),
     RouterCase("mixtral, many tokens", 1000, 8, 2, benchmark=True),
     _deepseek_v3("deepseek v3, 64 tokens", 64, 256, 8, 8, 4, benchmark=True),
     _deepseek_v3("deepseek v3, 4096 tokens", 4096, 256, 8, 8, 4, benchmark=True),

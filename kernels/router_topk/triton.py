@@ -20,22 +20,36 @@ def _best(value, index, NONE: tl.constexpr):
 
 
 @triton.jit
+def _scored(x, SCORING: tl.constexpr):
+    """Sigmoid, or sqrt(softplus), of each logit."""
+    if SCORING == "sigmoid":
+        return tl.sigmoid(x)
+    else:
+        tl.static_assert(SCORING == "sqrtsoftplus", "a scoring that the kernel does not know")
+        return tl.sqrt(tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+
+
+@triton.jit
 def _router_kernel(
     logits_ptr,
     bias_ptr,
+    chosen_ptr,
     weights_ptr,
     ids_ptr,
     row_stride,
     scale,
+    eps,
+    floor,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     GROUP_BY_MAX: tl.constexpr,
-    SOFTMAX_AFTER: tl.constexpr,
+    SCORE_CHOSEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -44,13 +58,13 @@ def _router_kernel(
     expert = tl.arange(0, BLOCK_E)
     real = expert < EXPERTS
     logits = tl.load(logits_ptr + token * row_stride + expert, mask=real, other=float("-inf")).to(tl.float32)
-    if SOFTMAX_AFTER:
+    if SCORE_CHOSEN:
         scores = logits
-    elif SIGMOID:
-        scores = tl.sigmoid(logits)
-    else:
+    elif SCORING == "softmax":
         share = tl.exp(logits - tl.max(logits, axis=0))
         scores = share / tl.sum(share, axis=0)
+    else:
+        scores = _scored(logits, SCORING)
     wanted = scores
     if HAS_BIAS:
         wanted = scores + tl.load(bias_ptr + expert, mask=real, other=0.0).to(tl.float32)
@@ -75,22 +89,27 @@ def _router_kernel(
 
     column = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
-    weights = tl.full((BLOCK_K,), float("-inf") if SOFTMAX_AFTER else 0.0, tl.float32)
+    weights = tl.full((BLOCK_K,), float("-inf") if SCORE_CHOSEN else 0.0, tl.float32)
     open_ = tl.where(real, 1, 0)  # a chosen expert is closed, also where every score is -inf
     for i in tl.static_range(TOP_K):
         candidate = tl.where(open_ == 1, wanted, float("-inf"))
         largest = tl.max(candidate, axis=0)
         place = tl.min(tl.where((candidate == largest) & (open_ == 1), expert, BLOCK_E), axis=0)
+        if IS_CHOSEN:
+            place = tl.load(chosen_ptr + token * TOP_K + i).to(tl.int32)
         weight = tl.sum(tl.where(expert == place, scores, 0.0), axis=0)
         chosen = tl.where(column == i, place, chosen)
         weights = tl.where(column == i, weight, weights)
         open_ = tl.where(expert == place, 0, open_)
-    if SOFTMAX_AFTER:
+    kept = column < TOP_K
+    if SCORE_CHOSEN and SCORING == "softmax":
         weights = tl.exp(weights - tl.max(weights, axis=0))
         weights = weights / tl.sum(weights, axis=0)
-    elif NORMALIZE:
-        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    kept = column < TOP_K
+    else:
+        if SCORE_CHOSEN:
+            weights = tl.where(kept, _scored(tl.where(kept, weights, 0.0), SCORING), 0.0)
+        if NORMALIZE:
+            weights = weights / tl.maximum(tl.sum(weights, axis=0) + eps, floor)
     tl.store(weights_ptr + token * TOP_K + column, weights * scale, mask=kept)
     tl.store(ids_ptr + token * TOP_K + column, chosen.to(tl.int64), mask=kept)
 
@@ -105,7 +124,10 @@ def router_topk(
     topk_groups: int = 1,
     group_score: str = "top2_sum",
     scale: float = 1.0,
-    softmax_after: bool = False,
+    score_chosen: bool = False,
+    eps: float = 1e-20,
+    floor: float = 0.0,
+    chosen_Tk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts: (weights, ids), see the reference for the contract; equal scores go to the lower expert."""
     num_tokens, num_experts = logits_TE.shape
@@ -118,19 +140,23 @@ def router_topk(
     _router_kernel[(num_tokens,)](
         logits_TE,
         logits_TE if correction_bias_E is None else correction_bias_E,
+        ids_Tk if chosen_Tk is None else chosen_Tk.contiguous(),
         weights_Tk,
         ids_Tk,
         logits_TE.stride(0),
         scale,
+        eps,
+        floor,
         EXPERTS=num_experts,
         TOP_K=top_k,
-        SIGMOID=scoring == "sigmoid",
+        SCORING=scoring,
         NORMALIZE=normalize,
         HAS_BIAS=correction_bias_E is not None,
+        IS_CHOSEN=chosen_Tk is not None,
         GROUPS=num_groups,
         TOPK_GROUPS=topk_groups,
         GROUP_BY_MAX=group_score == "max",
-        SOFTMAX_AFTER=softmax_after,
+        SCORE_CHOSEN=score_chosen,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_G=triton.next_power_of_2(num_groups),

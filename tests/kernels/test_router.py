@@ -92,7 +92,7 @@ def test_deepseek_v3(name: str, seed: int, group_size: int, groups: int, normali
 def test_gpt_oss(name: str, seed: int, top_k: int) -> None:
     config = GptOssConfig(hidden_size=24, num_local_experts=12, num_experts_per_tok=top_k)
     theirs = routed(GptOssTopKRouter(config), seed)
-    same(ROUTERS[name](theirs[0], None, top_k, softmax_after=True), theirs)
+    same(ROUTERS[name](theirs[0], None, top_k, score_chosen=True), theirs)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

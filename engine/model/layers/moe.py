@@ -13,6 +13,7 @@ from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.routing import Routing
 
 
 class MoE:
@@ -20,42 +21,46 @@ class MoE:
 
     def __init__(self, spec: specs.MoE, weights: Access) -> None:
         self.spec = spec
-        self._router_EH = weights.tensor("router.weight")
-        self._correction_bias_E = weights.maybe("router.correction_bias")
-        self._gate_up_E2FH = weights.tensor("experts.gate_up")
+        self._routing = Routing(spec.router, weights.into("router"))
+        self._gate_up_E2FH = weights.tensor(spec.entry)
         self._down_EHF = weights.tensor("experts.down")
+        self._gate_up_bias_E2F = weights.maybe(f"{spec.entry}_bias")
+        self._down_bias_EH = weights.maybe("experts.down_bias")
         self._latent = _Latent(spec.latent, weights.into("latent")) if spec.latent else None
         self._shared = MLP(spec.shared, weights.into("shared")) if spec.shared else None
         self._shared_gate_1H = weights.maybe("shared_gate.weight")
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
-        spec, router = self.spec, self.spec.router
-        if router.float32:
-            logits_TE = torch.nn.functional.linear(x_TH.float(), self._router_EH.float())
-        else:
-            logits_TE = torch.nn.functional.linear(x_TH, self._router_EH)
-        weights_Tk, ids_Tk = batch.ops.router_topk(
-            logits_TE.float(),
-            self._correction_bias_E,
-            router.top_k,
-            router.scoring,
-            router.normalize,
-            router.num_groups,
-            router.topk_groups,
-            router.group_score,
-            router.scale,
-            router.softmax_after,
-        )
-        first = batch.comms.ep.index * self._gate_up_E2FH.shape[0]
-        seen_TZ = x_TH if self._latent is None else self._latent.enter(x_TH)
-        out_TH = batch.ops.moe(seen_TZ, ids_Tk, weights_Tk, self._gate_up_E2FH, self._down_EHF, spec.activation, first)
-        out_TH = batch.comms.ep.all_reduce(out_TH)
-        shared_TH = self._shared_part(x_TH, batch)
         tp = batch.comms.tp
+        weights_Tk, ids_Tk = self._routing(x_TH, batch)
+        seen_TZ = x_TH if self._latent is None else self._latent.enter(x_TH)
+        out_TH = batch.comms.ep.all_reduce(self._routed_part(seen_TZ, ids_Tk, weights_Tk, batch))
+        shared_TH = self._shared_part(x_TH, batch)
         if self._latent is not None:  # the norm behind the sum needs all of it
             out_TH = self._latent.leave(tp.all_reduce(out_TH))
-            return out_TH if shared_TH is None else out_TH + tp.all_reduce(shared_TH)
-        return tp.all_reduce(out_TH if shared_TH is None else out_TH + shared_TH)
+            out_TH = out_TH if shared_TH is None else out_TH + tp.all_reduce(shared_TH)
+        else:
+            out_TH = tp.all_reduce(out_TH if shared_TH is None else out_TH + shared_TH)
+        if self.spec.zero_experts:
+            kept_T1 = weights_Tk.masked_fill(ids_Tk < self.spec.num_experts, 0.0).sum(dim=-1, keepdim=True)
+            out_TH = out_TH + x_TH * kept_T1.to(x_TH.dtype)
+        return out_TH if self.spec.scale == 1.0 else out_TH * self.spec.scale
+
+    def _routed_part(self, x_TZ: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, batch: ForwardBatch) -> Tensor:
+        """What this rank's channels of its own experts contribute."""
+        return batch.ops.moe(
+            x_TZ,
+            ids_Tk,
+            weights_Tk,
+            self._gate_up_E2FH,
+            self._down_EHF,
+            self.spec.activation,
+            batch.comms.ep.index * self._gate_up_E2FH.shape[0],
+            self._gate_up_bias_E2F,
+            self._down_bias_EH if batch.comms.tp.index == 0 else None,  # once in the sum over tp
+            self.spec.gated,
+            self.spec.weigh_input,
+        )
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""

@@ -16,19 +16,36 @@ from firstlight.engine.parallel.placement import Expert, Shard
 class Router(msgspec.Struct, frozen=True, kw_only=True):
     """How experts are chosen and weighted for a token; see `kernels/router_topk` for the exact order of steps.
 
-    `float32`: the router's logits are computed in float32 from the weight as stored.
+    `float32`: the router's logits are computed in float32 from the weight as stored, plus a `bias` of their own, bent
+    by `logit_softcap` tanh(logit / logit_softcap). `hashed` > 0: a table of so many token ids names the experts.
+    `sparsemixer` takes two experts and uses nothing of the rest but `jitter`.
     """
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
     correction_bias: bool = False
     num_groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
-    softmax_after: bool = False
+    score_chosen: bool = False
+    eps: float = 1e-20
+    floor: float = 0.0
     float32: bool = False
+    bias: bool = False
+    logit_softcap: float | None = None
+    hashed: int = 0
+    jitter: float = 0.0
+
+    def parameters(self, scope: Scope, num_experts: int) -> Iterator[Param]:
+        yield scope.param("weight", num_experts, scope.hidden, role="router")
+        if self.bias:
+            yield scope.param("bias", num_experts, role="router")
+        if self.correction_bias:
+            yield scope.param("correction_bias", num_experts, role="router", dtype="F32")
+        if self.hashed:
+            yield scope.param("table", self.hashed, self.top_k, role="router", dtype="I64")
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +66,11 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
-    """Routed experts (gated MLPs of `intermediate`), optionally with a shared expert that sees every token.
+    """Routed experts (MLPs of `intermediate`), optionally with a shared expert that sees every token.
 
-    The router and the shared expert see the layer's own width, the experts that of `latent` where there is one.
+    The router and the shared expert see the layer's own width, the experts that of `latent` where there is one. The
+    router's last `zero_experts` give back their input and have no weights (LongCat-Flash, arXiv 2509.01322).
+    `weigh_input`: an expert's weight multiplies what goes in. `scale` multiplies the sum of routed and shared.
     """
 
     num_experts: int
@@ -61,41 +80,45 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
     shared: MLP | None = None
     shared_gate: bool = False
     latent: Latent | None = None
+    gated: bool = True
+    bias: bool = False
+    weigh_input: bool = False
+    zero_experts: int = 0
+    scale: float = 1.0
+
+    @property
+    def entry(self) -> str:
+        """The storage of the experts' first projections."""
+        return "experts.gate_up" if self.gated else "experts.up"
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        yield scope.param("router.weight", self.num_experts, scope.hidden, role="router")
-        if self.router.correction_bias:
-            yield scope.param("router.correction_bias", self.num_experts, role="router", dtype="F32")
+        yield from self.router.parameters(scope.into("router"), self.num_experts + self.zero_experts)
         width = scope.hidden if self.latent is None else self.latent.width
         if self.latent is not None:
             yield from self.latent.parameters(scope.into("latent"))
-        columns = Shard(0, self.intermediate, unit_name="expert channels")
-        rows = Shard(1, self.intermediate, unit_name="expert channels")
         for expert in range(self.num_experts):
-            owner = Expert(expert, self.num_experts)
-            for part in ("gate", "up"):
-                yield scope.param(
-                    f"experts.{expert}.{part}.weight",
-                    self.intermediate,
-                    width,
-                    role="expert",
-                    place=(owner, columns),
-                    storage="experts.gate_up",
-                    expert=expert,
-                )
-            yield scope.param(
-                f"experts.{expert}.down.weight",
-                width,
-                self.intermediate,
-                role="expert",
-                place=(owner, rows),
-                storage="experts.down",
-                expert=expert,
-            )
+            yield from self._expert(scope, expert, width)
         if self.shared is not None:
             yield from self.shared.parameters(scope.into("shared"))
         if self.shared_gate:
             yield scope.param("shared_gate.weight", 1, scope.hidden, role="router")
+
+    def _expert(self, scope: Scope, expert: int, width: int) -> Iterator[Param]:
+        owner, one = Expert(expert, self.num_experts), f"experts.{expert}"
+        columns = Shard(0, self.intermediate, unit_name="expert channels")
+        rows = Shard(1, self.intermediate, unit_name="expert channels")
+
+        def param(name: str, *shape: int, cut: tuple[Shard, ...], storage: str) -> Param:
+            place = (owner, *cut)
+            return scope.param(f"{one}.{name}", *shape, role="expert", place=place, storage=storage, expert=expert)
+
+        for part in ("gate", "up") if self.gated else ("up",):
+            yield param(f"{part}.weight", self.intermediate, width, cut=(columns,), storage=self.entry)
+            if self.bias:
+                yield param(f"{part}.bias", self.intermediate, cut=(columns,), storage=f"{self.entry}_bias")
+        yield param("down.weight", width, self.intermediate, cut=(rows,), storage="experts.down")
+        if self.bias:
+            yield param("down.bias", width, cut=(), storage="experts.down_bias")
 
     def words(self) -> str:
         """`MoE, 8 of 256 experts of 2,048, sigmoid, shared 2,048`."""
@@ -103,6 +126,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
         groups = f", {router.topk_groups} of {router.num_groups} groups" if router.num_groups > 1 else ""
         shared = f", shared {self.shared.intermediate:,}" if self.shared else ""
         shared += f", latent {self.latent.width:,}" if self.latent else ""
+        shared += f", {self.zero_experts} zero experts" if self.zero_experts else ""
         experts = f"{router.top_k} of {self.num_experts} experts of {self.intermediate:,}"
         return f"MoE, {experts}, {router.scoring}{groups}{shared}"
 
