@@ -3,7 +3,7 @@
 with Bringup("data/samples/menagerie", tp=2) as up:
     up.scan(); up.plan(); up.load(); up.start()
     up.ask("What animal is this?", "cat.png")
-    up.infer(); up.verify(); up.profile(); up.export()
+    up.infer(); up.verify(); up.profile(); up.stress(); up.export()
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -30,6 +30,9 @@ from firstlight.workbench.progress import Listener, Progress
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run
+
+if TYPE_CHECKING:
+    from firstlight.workbench.telemetry.sampler import Sampler
 
 ENGINE_FOLDER = "engine"
 
@@ -59,7 +62,8 @@ class Bringup:
     `run`: the run directory (default: a new one in `root`). `mesh`, or its axes by name, and `options` (those of
     `EngineOptions`: dtype, device, max_context, ...) say what engine is started. `force`: rungs go on above one that
     did not pass, which their reports show. `detached`: the engine outlives this process; `Bringup.attach(run)` finds
-    it. `listeners` get every progress event. Closing stops the engine unless it is detached.
+    it. `telemetry_hz`: readings of machine and engine a second, from `load` on (0: none). `listeners` get every
+    progress event. Closing stops the engine unless it is detached.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Bringup:
         cluster: str | Cluster | None = None,
         force: bool = False,
         detached: bool = False,
+        telemetry_hz: float = 1.0,
         listeners: Iterable[Listener] = (),
         **options: Any,
     ) -> None:
@@ -89,6 +94,8 @@ class Bringup:
         self.force = force
         self.detached = detached
         self.host: Host | None = None
+        self._telemetry_hz = telemetry_hz
+        self._sampler: Sampler | None = None
         self._cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         self._listeners = (*listeners, self._keep)
 
@@ -144,6 +151,8 @@ class Bringup:
         def load_them(progress: Progress) -> Report:
             from firstlight.workbench.load import load
 
+            self._watch()
+
             options = self.options
             return load(self.checkpoint, options.mesh, dtype=options.dtype, device=options.device, progress=progress)
 
@@ -189,6 +198,12 @@ class Bringup:
         from firstlight.workbench.profile import profile
 
         return self._rung("profile", lambda progress: profile(self.engine, progress=progress, **settings))
+
+    def stress(self, **settings: Any) -> Report:
+        """Many requests at once; `settings` as those of `workbench.stress.stress`."""
+        from firstlight.workbench.stress import stress
+
+        return self._rung("stress", lambda progress: stress(self.engine, progress=progress, **settings))
 
     def export(self, out: str | os.PathLike[str] | None = None) -> Report:
         """The run as one archive, with card.yaml and adaptation.yaml."""
@@ -246,6 +261,9 @@ class Bringup:
     def close(self) -> None:
         """Stops the engine, unless it was started detached, and ends the event writer."""
         host, self.host = self.host, None
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            sampler.close()
         try:
             if host is not None and self.detached:
                 host.release()
@@ -270,6 +288,17 @@ class Bringup:
             running = info.dtype == "F32" or "cpu" not in info.device
         return self.engine if running else None
 
+    def _watch(self) -> None:
+        """Begins to take readings, once."""
+        if self._sampler is None and self._telemetry_hz > 0:
+            from firstlight.workbench.telemetry.sampler import Sampler
+
+            self._sampler = Sampler(self.run.events.put, self._client, 1 / self._telemetry_hz).start()
+
+    def _client(self) -> EngineClient | None:
+        """The engine, once it answers."""
+        return self.host.client() if self.host is not None else None
+
     # What every rung does
 
     def _start(self, progress: Progress) -> Report:
@@ -280,6 +309,7 @@ class Bringup:
             self.host = None
         started_s = time.perf_counter()
         folder = self.run.directory / ENGINE_FOLDER
+        self._watch()
         self.host = start_host(self.options, progress, run_dir=folder, detached=self.detached)
         duration_s = time.perf_counter() - started_s
         report = start_report(self.host.client(), duration_s, f"host in {folder}", self.host.url)

@@ -28,6 +28,7 @@ HIGHLIGHTS: dict[str, str] = {
     "infer": "{first_token_s} to the first, {tokens_per_s}",
     "verify": "{logits_max_abs}, KL {kl_mean}",
     "profile": "{decode_tokens_per_s}, {decode_of_limit} of memory's limit",
+    "stress": "{requests} at {tokens_per_s}, 95 % within {answer_p95_s}",
     "export": "{archive_bytes}",
 }
 
@@ -67,6 +68,7 @@ def _rungs(bringup: Bringup, golden: str | None, deep: bool, cluster: str | None
     yield "infer", bringup.infer
     yield "verify", partial(bringup.verify, golden)
     yield "profile", bringup.profile
+    yield "stress", bringup.stress
     yield "export", bringup.export
 
 

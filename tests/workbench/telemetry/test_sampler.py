@@ -1,0 +1,91 @@
+"""The sampler and its sources on this machine and on a real engine: values with units, reasons, and who failed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.request import SamplingParams
+from firstlight.workbench.events import EventReader, EventWriter
+from firstlight.workbench.readings import Reading
+from firstlight.workbench.telemetry.engine import EngineSource, MemorySource
+from firstlight.workbench.telemetry.sampler import Sampler
+from firstlight.workbench.telemetry.system import SystemSource
+
+MENAGERIE = Path(__file__).parents[3] / "data" / "samples" / "menagerie"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    with Host.start(MENAGERIE, run_dir=tmp_path_factory.mktemp("host"), max_batch=2, max_context=256) as host:
+        host.wait_ready(240)
+        yield host
+
+
+def by_name(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
+    return {(one.device, one.metric): one for one in readings}
+
+
+def test_the_machine_reads_itself() -> None:
+    source = SystemSource()
+    first = by_name(list(source.read(100.0, None)))
+    assert 0 < (first["host", "memory_used"].value or 0) < (first["host", "memory_total"].value or 0)
+    second = by_name(list(source.read(101.0, 5)))
+    moved = [one for (device, metric), one in second.items() if metric == "received"]
+    assert moved
+    assert all(one.value is not None and one.value >= 0 and one.unit == "B/s" for one in moved)
+    rates = [one for (device, metric), one in first.items() if metric == "received"]
+    assert all(one.value is None and one.reason == "a rate needs two samples" for one in rates)
+    assert second["host", "cpu_utilisation"].step == 5
+
+
+def test_the_engine_is_read_while_it_works_and_readings_carry_its_step(host: Host, tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "e.sqlite") as writer, Sampler(writer.put, host.client, 0.1) as sampler:
+        client = host.client()
+        for _ in range(3):
+            client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=60, ignore_eos=True))
+        time.sleep(0.3)
+        step = client.stats().step
+        assert sampler.cost < 1.0
+    seen = [one for _, one in EventReader(tmp_path / "e.sqlite").readings()]
+    tokens = [one.value for one in seen if (one.device, one.metric) == ("engine", "tokens") and one.value is not None]
+    assert max(tokens) > 1
+    steps = [one.step for one in seen if one.source == "psutil" and one.step is not None]
+    assert steps == sorted(steps)
+    assert steps[-1] == step
+    sampled = [one for one in seen if one.device.startswith("block layers.")]
+    assert sampled, "the engine has passed a step that it times inside"
+    assert all(one.step is not None and one.step % 64 == 0 and one.unit == "ms" for one in sampled)
+    held = by_name([one for one in seen if one.source == "memory"])
+    assert held["rank 0", "attention"].value == client.memory()[0].bytes_by_role["attention"]
+    assert "cpu" in held["rank 0", "allocated"].reason
+
+
+def test_an_engine_that_is_gone_is_an_alarm_with_rank_and_phase(tmp_path: Path) -> None:
+    host = Host.start(MENAGERIE, run_dir=tmp_path / "host", max_batch=2, max_context=64)
+    host.wait_ready(240)
+    source, memory = EngineSource(host.client), MemorySource(host.client)
+    assert by_name(list(source.read(1.0, None)))["engine", "running"].value == 0
+    host.stop()
+    (said,) = source.read(2.0, 7)
+    assert said.value is None
+    assert said.alarm
+    assert "rank 0" in said.reason
+    assert [one.value for one in memory.read(2.0, 7)] == [None]
+
+
+def test_a_source_that_falls_over_is_named_and_the_others_go_on() -> None:
+    class Broken:
+        name = "broken"
+        every_s = 0.0
+
+        def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
+            raise OSError("no such sensor")
+
+    got: list[Reading] = []
+    sampler = Sampler(got.append, sources=(Broken(), SystemSource()), period_s=0.0)
+    sampler.sample()
+    assert by_name(got)["broken", "source"].reason == "the source failed: OSError: no such sensor"
+    assert by_name(got)["host", "memory_total"].value

@@ -1,0 +1,69 @@
+"""Many requests at once: a sound engine passes, and an engine that mixes answers up, or stalls, does not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from firstlight.engine.serving.client import EngineClient
+from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.request import Delta
+from firstlight.workbench.stress import stress
+
+MENAGERIE = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    with Host.start(
+        MENAGERIE, run_dir=tmp_path_factory.mktemp("host"), dtype="F32", max_batch=4, max_context=160
+    ) as host:
+        host.wait_ready(240)
+        yield host
+
+
+def test_a_sound_engine_passes_with_its_batch_full_and_its_queue_used(host: Host) -> None:
+    report = stress(host.client(), requests=16, concurrency=8, tokens=8)
+    assert report.passed, [check for check in report.checks if check.status == "failed"]
+    assert report.value("running_most") == 4
+    assert report.value("requests") == 14, "two of sixteen clients leave"
+    assert not any(check.status == "skipped" for check in report.checks)
+
+
+class Leaky(EngineClient):
+    """A client whose answers hold a word of the request before: what a mixed-up batch looks like from outside."""
+
+    said = ""
+
+    def generate(self, prompt: Any, *arguments: Any, **keywords: Any) -> Iterator[Delta]:  # type: ignore[override]
+        before, self.said = self.said, str(prompt)
+        for delta in super().generate(prompt, *arguments, **keywords):
+            yield msgspec.structs.replace(delta, text=delta.text + before) if delta.finish else delta
+
+
+class Drifting(EngineClient):
+    """A client whose greedy answers depend on how often it was asked."""
+
+    asked = 0
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Iterator[Delta]:  # type: ignore[override]
+        self.asked += 1
+        changed = self.asked
+        for delta in super().generate(*arguments, **keywords):
+            yield msgspec.structs.replace(delta, tokens=tuple(token + changed for token in delta.tokens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (Leaky, "no answer holds another's code word"),
+        (Drifting, "greedy answers under load are those given alone"),
+    ],
+)
+def test_a_mixed_up_engine_is_found_out(host: Host, kind: type[EngineClient], check: str) -> None:
+    with kind(host.url, host.token) as client:
+        report = stress(client, requests=8, concurrency=4, tokens=4)
+    assert report.status == "failed"
+    assert check in {one.name for one in report.checks if one.status == "failed"}
