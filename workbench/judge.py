@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.errors import FirstlightError, Refused
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineLike
 from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import Deviation, deviation, unequal
@@ -212,9 +212,8 @@ def _pictures_of(case: Case, batch: int) -> Arrays:
     if not golden.pictures or vision is None:
         return {}
     is_placeholder = (golden.input_ids == vision.image_token_id) & golden.mask
-    counts = is_placeholder.sum(axis=1) // vision.tokens_per_image
-    first = int(counts[:batch].sum())
-    return {name: value[first : first + int(counts[batch])] for name, value in golden.pictures.items()}
+    rows = pictures_of_rows(vision.counts(golden.pictures), is_placeholder.sum(axis=1).tolist())
+    return vision.share(golden.pictures, *rows[batch])
 
 
 def _first_fault(case: Case, verdict: Verdict) -> None:

@@ -156,13 +156,15 @@ def random_inputs(spec: ModelSpec, with_picture: bool) -> Arrays:
     if spec.vision is not None:
         allowed = allowed[allowed != spec.vision.image_token_id]
     if vision is not None:
-        longest = min(spec.max_positions, max(longest, vision.tokens_per_image + 16))
+        tensors = vision.blank()
+        placeholders = sum(vision.counts(tensors))
+        longest = min(spec.max_positions, max(longest, placeholders + 16))
     ids = draw.choice(allowed, (2, longest)).astype(np.int64)
     mask = np.ones_like(ids)
     mask[1, longest - longest // 4 :] = 0
     found: dict[str, NDArray[Any]] = {"input_ids": ids, "attention_mask": mask}
     if vision is not None:
-        ids[0, 1 : 1 + vision.tokens_per_image] = vision.image_token_id
-        shape = (1, vision.channels, vision.image_size, vision.image_size)
-        found["pixel_values"] = draw.standard_normal(shape).astype(np.float32)
+        ids[0, 1 : 1 + placeholders] = vision.image_token_id
+        pixels = draw.standard_normal(tensors["pixel_values"].shape).astype(np.float32)
+        found |= {**tensors, "pixel_values": pixels}
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import Matcher
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import ModelSpec, VisionSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
@@ -158,7 +158,7 @@ def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     draft.metric("layers", spec.num_layers, "layers", f"hidden {spec.hidden:,}")
     draft.metric("vocabulary", spec.vocab_size, "tokens")
     draft.metric("max_positions", spec.max_positions, "tokens")
-    if spec.vision is not None:
+    if isinstance(spec.vision, VisionSpec):  # other towers take pictures of any size
         side = f"{spec.vision.image_size} x {spec.vision.image_size}"
         draft.metric("tokens_per_image", spec.vision.tokens_per_image, "tokens", f"from {side} pixels")
     draft.table("layers", layer_rows(spec))

@@ -155,7 +155,7 @@ def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:
     needed = max((case.golden.longest + case.steps for case in cases if case.decodes and case.steps), default=16)
     vision = cases[0].spec.vision
     if vision is not None:
-        needed = max(needed, vision.tokens_per_image + 2)  # a host answers to one picture before it is ready
+        needed = max(needed, sum(vision.counts(vision.blank())) + 2)  # a host answers to one picture before it is ready
     rows = max(len(case.golden.input_ids) for case in cases)
     return msgspec.structs.replace(options, max_context=needed, max_batch=min(options.max_batch, rows))
 

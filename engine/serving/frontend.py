@@ -17,9 +17,9 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.inputs.detokenizer import Detokenizer
 from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineInfo, PictureSource, Prompt
-from firstlight.engine.serving.request import Array, Arrays, Request, SamplingParams, arrays_of
+from firstlight.engine.serving.request import Arrays, Request, SamplingParams, arrays_of
 from firstlight.engine.serving.trace import TraceCommand, check_images, spans_of
 from firstlight.engine.weights.checkpoint import Checkpoint
 
@@ -126,26 +126,21 @@ class Frontend:
         """Token ids and tensors of one black picture, for the first image of a start."""
         vision = self.spec.vision
         assert vision is not None
-        shape = (1, vision.channels, vision.image_size, vision.image_size)
-        ids = [vision.image_token_id] * vision.tokens_per_image + [0]
-        return ids, {"pixel_values": Array.of(np.zeros(shape, dtype=np.float32))}
+        tensors = vision.blank()
+        return [vision.image_token_id] * sum(vision.counts(tensors)) + [0], arrays_of(tensors)
 
     def greedy(self, command: TraceCommand, steps: int, numbers: Iterator[int]) -> tuple[Request, ...]:
         """One greedy request for each row of a traced batch, with the pictures that belong to it."""
         ids, mask = command.input_ids.numpy(), command.attention_mask.numpy()
         vision = self.spec.vision
-        requests = []
-        used = 0
-        for row_ids, row_mask in zip(ids, mask, strict=True):
-            row = [int(id_) for id_ in row_ids[row_mask == 1]]
-            images: Arrays = {}
-            if vision is not None and command.images:
-                count = row.count(vision.image_token_id) // vision.tokens_per_image
-                if count:
-                    images = {name: _rows(array, used, count) for name, array in command.images.items()}
-                used += count
-            requests.append(self.bare(next(numbers), row, images, steps))
-        return tuple(requests)
+        rows = [[int(id_) for id_ in row[real == 1]] for row, real in zip(ids, mask, strict=True)]
+        own: list[Arrays] = [{} for _ in rows]
+        if vision is not None and command.images:
+            tensors = {name: array.numpy() for name, array in command.images.items()}
+            placeholders = [row.count(vision.image_token_id) for row in rows]
+            for index, (first, count) in enumerate(pictures_of_rows(vision.counts(tensors), placeholders)):
+                own[index] = arrays_of(vision.share(tensors, first, count)) if count else {}
+        return tuple(self.bare(next(numbers), row, images, steps) for row, images in zip(rows, own, strict=True))
 
     def info(self, rank: Rank) -> EngineInfo:
         """What runs, for reports."""
@@ -205,7 +200,3 @@ def _check_prompt(prompt: Prompt) -> None:
 def _bad(what: str, expected: str, found: str) -> Refused:
     message = f"{what} cannot be used"
     return Refused(fatal("bad-request", message, expected=expected, found=found, next="correct the request"))
-
-
-def _rows(array: Array, first: int, count: int) -> Array:
-    return Array.of(array.numpy()[first : first + count])

@@ -90,7 +90,7 @@ class Engine:
             self.pulse.enter("warm-up text")
             self._first_token([0])
             vision = self.worker.rank.spec.vision
-            if vision is not None and vision.tokens_per_image + 2 <= self.scheduler.limits.max_context:
+            if vision is not None and sum(vision.counts(vision.blank())) + 2 <= self.scheduler.limits.max_context:
                 self.pulse.enter("warm-up image")
                 self._first_token(*self.frontend.blank_picture())
         self.pulse.enter("ready")

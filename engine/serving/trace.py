@@ -96,14 +96,12 @@ def check_images(spec: ModelSpec, images: Mapping[str, np.ndarray], placeholders
             found = f"{len(images)} picture tensors, {placeholders} placeholder tokens"
             raise _bad_image("a model that sees and pictures for all placeholders", found)
         return
-    pixels = images.get("pixel_values")
-    shape = (vision.channels, vision.image_size, vision.image_size)
-    if pixels is None or pixels.ndim != 4 or pixels.shape[1:] != shape:
-        found = "no pixel_values" if pixels is None else f"pixel_values {list(pixels.shape)}"
-        raise _bad_image(f"pixel_values [pictures, {', '.join(map(str, shape))}]", found)
-    wanted = pixels.shape[0] * vision.tokens_per_image
-    if wanted != placeholders:
-        raise _bad_image(f"{wanted} placeholder tokens for {pixels.shape[0]} pictures", str(placeholders))
+    problem = vision.problem(images)
+    if problem is not None:
+        raise _bad_image(*problem)
+    counts = vision.counts(images)
+    if sum(counts) != placeholders:
+        raise _bad_image(f"{sum(counts)} placeholder tokens for {len(counts)} pictures", str(placeholders))
 
 
 def run_trace(rank: Rank, command: TraceCommand) -> Arrays:

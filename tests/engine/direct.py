@@ -24,6 +24,7 @@ from firstlight.engine.weights.ledger import account
 from firstlight.engine.weights.loader import Weights, load
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.kernels.registry import Choice, choose
+from firstlight.workbench.golden import PICTURE_NAMES
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -49,8 +50,9 @@ class Direct:
         ids, _ = flatten(inputs)
         found: Arrays = {}
         embeddings: tuple[Embedding, ...] = ()
-        if "pixel_values" in inputs and self.model.is_first:
-            features_NH = self.model.encode_images({"pixel_values": torch.from_numpy(inputs["pixel_values"])})
+        pictures = {name: torch.from_numpy(value) for name, value in inputs.items() if name in PICTURE_NAMES}
+        if pictures and self.model.is_first:
+            features_NH = self.model.encode_images(pictures)
             found["image_features"] = features_NH.numpy()
             embeddings = _place(self.spec, np.concatenate(ids), features_NH)
         width = inputs["input_ids"].shape[1]
