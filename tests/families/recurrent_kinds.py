@@ -25,8 +25,36 @@ def _kimi_linear(**more: Any) -> dict[str, Any]:
     )
 
 
+def _qwen3_next(**more: Any) -> dict[str, Any]:
+    return llama(
+        **{
+            "model_type": "qwen3_next",
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **more,
+        }
+    )
+
+
 TINY: dict[str, Tiny] = {
     "kimi_linear": Tiny(_kimi_linear(), 70, shards=2),
+    "qwen3_next": Tiny(_qwen3_next(), 70, shards=2),
+    "qwen3_next-dense": Tiny(_qwen3_next(num_experts=0, attention_bias=True, linear_conv_kernel_dim=3)),
+    "qwen3_5": Tiny(_qwen3_next(model_type="qwen3_5_text", num_experts=None), 70),
+    "qwen3_5_moe": Tiny(_qwen3_next(model_type="qwen3_5_moe_text", linear_num_key_heads=4)),
 }
-MESHES: dict[str, tuple[str, ...]] = {"kimi_linear": ("tp2", "pp2 ep2")}
-STEPPED: tuple[str, ...] = ("kimi_linear",)
+MESHES: dict[str, tuple[str, ...]] = {
+    "kimi_linear": ("tp2", "pp2 ep2"),
+    "qwen3_next": ("tp2", "pp2 ep2"),
+    "qwen3_5": ("tp2",),
+    "qwen3_5_moe": ("tp2 ep2",),
+}
+STEPPED: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5")

@@ -26,7 +26,9 @@ MODULES = (  # one line a family
     "mixtral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
     "qwen3_moe",
+    "qwen3_next",
 )
 
 

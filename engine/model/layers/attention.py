@@ -28,32 +28,36 @@ class Attention:
         self._o = weights.linear("o", bias=False)
         self._o_bias_H = weights.maybe("o.bias")
         self._sinks_N = weights.maybe("sinks")
+        self._gate = weights.linear("gate") if spec.gate == "own" else None
         norm = QK_NORMS[spec.qk_norm_over]
         self._q_norm = norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
         self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
         self._v_norm = Norm(spec.v_norm, weights.into("v_norm")) if spec.v_norm else None
         rows, key_value = weights.tensor("qkv.weight").shape[0], spec.head_dim + spec.value_dim
-        q_rows = weights.tensor("o.weight").shape[1] // spec.value_dim * spec.head_dim
+        self._query_rows = (spec.head_dim, spec.value_dim if spec.gate == "query" else 0)
+        q_rows = weights.tensor("o.weight").shape[1] // spec.value_dim * sum(self._query_rows)
         num_kv_heads = (rows - q_rows) // key_value
         self._rows = (q_rows, num_kv_heads * spec.head_dim, num_kv_heads * spec.value_dim)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        q_TND, k_TKD, v_TKV = self._projected(x_TH, batch)
+        q_TND, k_TKD, v_TKV, gate_TNV = self._projected(x_TH, batch)
         k_cache, v_cache = cache
         batch.ops.write_cache(k_TKD, v_TKV, k_cache, v_cache, batch.attention)
         out_TNV = self._attend(q_TND, k_cache, v_cache, batch)
+        if gate_TNV is not None:
+            out_TNV = out_TNV * torch.sigmoid(gate_TNV)
         out_TH = batch.comms.tp.all_reduce(self._o(out_TNV.reshape(x_TH.shape[0], -1)))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 
-    def _projected(self, x_TH: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as they are attended with: clamped, normed, rotated, sharpened."""
+    def _projected(self, x_TH: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values as they are attended with: clamped, normed, rotated, sharpened; and the gate."""
         spec = self.spec
         qkv_TF = self._qkv(x_TH)
         if spec.clip is not None:
             qkv_TF = qkv_TF.clamp(-spec.clip, spec.clip)
         q_TF, k_TF, v_TF = qkv_TF.split(self._rows, dim=-1)
-        q_TND, k_TKD = q_TF.unflatten(-1, (-1, spec.head_dim)), k_TF.unflatten(-1, (-1, spec.head_dim))
-        v_TKV = v_TF.unflatten(-1, (-1, spec.value_dim))
+        q_TND, gate_TNV = q_TF.unflatten(-1, (-1, sum(self._query_rows))).split(self._query_rows, dim=-1)
+        k_TKD, v_TKV = k_TF.unflatten(-1, (-1, spec.head_dim)), v_TF.unflatten(-1, (-1, spec.value_dim))
         if not spec.qk_norm_last:
             q_TND, k_TKD = self._normed(q_TND, k_TKD, batch)
         if spec.rope is not None:
@@ -62,7 +66,10 @@ class Attention:
             q_TND, k_TKD = self._normed(q_TND, k_TKD, batch)
         if spec.temperature is not None:
             q_TND = sharpened(q_TND, spec.temperature, batch)
-        return q_TND, k_TKD, v_TKV if self._v_norm is None else self._v_norm(v_TKV)
+        v_TKV = v_TKV if self._v_norm is None else self._v_norm(v_TKV)
+        if self._gate is not None:
+            return q_TND, k_TKD, v_TKV, self._gate(x_TH).unflatten(-1, (-1, spec.value_dim))
+        return q_TND, k_TKD, v_TKV, gate_TNV if spec.gate else None
 
     def _normed(self, q_TND: Tensor, k_TKD: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if self._q_norm is None or self._k_norm is None:

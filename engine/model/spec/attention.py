@@ -28,7 +28,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     Values are `v_dim` wide (None: `head_dim`). What is projected is clamped to +-`clip`. `qk_norm` goes over each head
     ("head"), over each head with a weight per head ("heads"), or over all heads of a token together ("width"), in front
     of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of
-    them, or those of its own `chunk` of positions.
+    them, or those of its own `chunk` of positions. With a `gate` what a head gives is multiplied by sigmoid(W_g x),
+    element by element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     softcap: float | None = None
     sinks: bool = False
     causal: bool = True
+    gate: Literal["query", "own"] | None = None
 
     @property
     def value_dim(self) -> int:
@@ -60,7 +62,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         heads = Shard(0, self.num_heads, unit_name="query heads")
         kv_heads = Shard(0, self.num_kv_heads, replicate=True, unit_name="key/value heads")
         for part, count, dim, place in (
-            ("q", self.num_heads, self.head_dim, heads),
+            ("q", self.num_heads, self.head_dim + (self.value_dim if self.gate == "query" else 0), heads),
             ("k", self.num_kv_heads, self.head_dim, kv_heads),
             ("v", self.num_kv_heads, self.value_dim, kv_heads),
         ):
@@ -71,6 +73,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             if self.qkv_bias:
                 yield scope.param(f"{part}.bias", rows, role="attention", place=(place,), storage="qkv.bias")
         width = self.num_heads * self.value_dim
+        if self.gate == "own":
+            yield scope.param("gate.weight", width, scope.hidden, role="attention", place=(heads,))
         output = Shard(1, self.num_heads, unit_name="query heads")
         yield scope.param("o.weight", scope.hidden, width, role="attention", place=(output,))
         if self.output_bias:
@@ -102,6 +106,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             self.qk_norm and "QK-norm" + (" over all heads" if self.qk_norm_over == "width" else ""),
             self.qkv_bias and "QKV bias",
             self.sinks and "sinks",
+            self.gate and "output gate",
             not self.causal and "not causal",
             self.rope and self.rope.words(),
         )

@@ -1,0 +1,31 @@
+"""Qwen3.5 text, dense and with experts: Qwen3-Next with the projections of its delta attention stored apart."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import decoder, mlp
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.qwen3_next import (
+    RULES,
+    attention,
+    delta_attention,
+    full_layers,
+    mixture,
+    norm,
+)
+from firstlight.engine.model.spec import FeedForward, Mixer, ModelSpec
+
+
+def spec(config: Config) -> ModelSpec:
+    """The decoder; it has experts where the file counts any."""
+    softmax, delta, full = attention(config), delta_attention(config, fused=False), full_layers(config)
+    feed_forward: FeedForward = mixture(config) if "num_experts" in config else mlp(config)
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        config.get(key)  # of layers that inference leaves out
+    config.only("mamba_ssm_dtype", "float32", default="float32")
+
+    def mixer(index: int) -> Mixer:
+        return softmax if index in full else delta
+
+    return decoder(config, "qwen3_5", mixer, lambda i: feed_forward, norm=norm(config))
+
+
+FAMILY = Family(name="qwen3_5", model_types=("qwen3_5_text", "qwen3_5_moe_text"), spec=spec, rules=RULES)
