@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,6 +25,8 @@ from firstlight.engine.weights.index import (
 )
 from firstlight.engine.weights.shards import OTHER_FORMATS, PICKLES, nothing, shard_files
 from firstlight.engine.weights.slices import byte_runs
+from firstlight.engine.weights.sources.base import AnyPath, ByteSource
+from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
 from firstlight.engine.weights.uncollected import uncollected
 
 
@@ -39,10 +42,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[str, ...]
     side_files: tuple[str, ...]
     findings: tuple[Finding, ...]
+    source: ByteSource
 
     @classmethod
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
-        """Reads config, index and headers. Raises `Refused` when there is no checkpoint to speak of at all."""
+        """Reads config, index and headers of a directory, or of a URL. Raises `Refused` when there is no checkpoint."""
         with uncollected():
             return cls._open(_directory(source))
 
@@ -56,7 +60,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         index = read_index(directory)
         files, findings = shard_files(directory, names, index)
         findings = [*_config_twice(twice), *(index.findings if index else ()), *findings]
-        tensors, problems, broken = _headers(directory, files, index)
+        source = open_source(directory)
+        tensors, problems, broken = _headers(directory, source, files, index)
         findings.extend(problems)
         if index is not None:
             findings.extend(against_headers(index.weight_map, tensors, files, broken))
@@ -70,11 +75,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             shards=tuple(files),
             side_files=tuple(name for name in names if not name.endswith(".safetensors")),
             findings=tuple(findings),
+            source=source,
         )
 
     @property
     def name(self) -> str:
-        return Path(self.directory).name
+        return Path(urlsplit(self.source.url).path or self.directory).name
 
     @property
     def payload_bytes(self) -> int:
@@ -97,19 +103,19 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return self._read(tensor, byte_runs(tensor, slices))
 
     def _read(self, tensor: TensorInfo, runs: Iterable[tuple[int, int]]) -> bytes:
-        found = bytearray()
-        wanted = 0
+        parts = []
         try:
-            with self.path(tensor.file).open("rb") as stream:
+            opened = self.source.open(tensor.file)
+            try:
                 for offset, nbytes in runs:
-                    stream.seek(offset)
-                    found += stream.read(nbytes)
-                    wanted += nbytes
-        except OSError as error:
-            raise Refused(_unread(tensor.name, tensor, f"{error.strerror}")) from error
-        if len(found) < wanted:
-            raise Refused(_unread(tensor.name, tensor, f"it ends {wanted - len(found):,} bytes early"))
-        return bytes(found)
+                    parts.append(bytearray(nbytes))
+                    opened.read_into(offset, [memoryview(parts[-1])])
+                opened.check()
+            finally:
+                opened.close()
+        except Refused as refused:
+            raise Refused(_unread(tensor, refused.findings[0])) from refused
+        return b"".join(parts)
 
     def refuse_if_broken(self) -> None:
         """Raises `Refused` with every fatal finding of files, headers and index."""
@@ -120,17 +126,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def _directory(source: str | os.PathLike[str]) -> Path:
     text = os.fspath(source)
-    if "://" in text:
-        raise Refused(
-            fatal(
-                "not-available",
-                f"{text}: reading a checkpoint over the network is not built yet",
-                file=text,
-                expected="a directory",
-                found=text,
-                next="copy or mount the checkpoint and name its directory",
-            )
-        )
+    if is_url(text):
+        return mirror(text)
     path = Path(text)
     with contextlib.suppress(RuntimeError):  # no such user: the path is taken as it is
         path = path.expanduser()
@@ -164,7 +161,8 @@ def _names(directory: Path) -> tuple[str, ...]:
                 next="check the permissions of the directory",
             )
         ) from error
-    return tuple(sorted(path.name for path in entries if path.suffix == ".safetensors" or path.is_file()))
+    here = (path.name for path in entries if path.suffix == ".safetensors" or path.is_file())
+    return with_remote(directory, here)
 
 
 def _config_twice(keys: tuple[str, ...]) -> Iterable[Finding]:
@@ -179,33 +177,31 @@ def _config_twice(keys: tuple[str, ...]) -> Iterable[Finding]:
         )
 
 
-def _unread(name: str, tensor: TensorInfo, problem: str) -> Finding:
+def _unread(tensor: TensorInfo, why: Finding) -> Finding:
     return fatal(
         "read-failed",
-        f"{name} cannot be read from {tensor.file}: {problem}",
+        f"{tensor.name} cannot be read from {tensor.file}: {why.message}",
         file=tensor.file,
-        tensors=(name,),
+        tensors=(tensor.name,),
         expected=f"{tensor.nbytes:,} bytes at {tensor.offset_bytes:,}",
-        found=problem,
-        next=f"fetch {tensor.file} again",
+        found=why.found or why.message,
+        next=why.next,
     )
 
 
 def _headers(
-    directory: Path, files: Iterable[str], index: Index | None
+    directory: Path, source: ByteSource, files: Sequence[str], index: Index | None
 ) -> tuple[dict[str, TensorInfo], list[Finding], list[str]]:
     """All tensors by name, what is wrong with the files, and the files whose header could not be read at all."""
     headers: list[Header] = []
     findings: list[Finding] = []
     broken: list[str] = []
     weight_map = index.weight_map if index else {}
-    for file in files:
-        try:
-            header = read_header(directory / file)
-        except Refused as refused:
+    for file, header in zip(files, in_turn(_header_or_why, paths_of(directory, source, files)), strict=True):
+        if isinstance(header, Refused):
             broken.append(file)
             held_in_it = tuple(sorted(name for name, where in weight_map.items() if where == file))
-            findings.extend(_with_tensors(finding, held_in_it) for finding in refused.findings)
+            findings.extend(_with_tensors(finding, held_in_it) for finding in header.findings)
             continue
         headers.append(header)
         findings.extend(header.findings)
@@ -213,6 +209,13 @@ def _headers(
     if len(tensors) != sum(len(header.tensors) for header in headers):
         findings.extend(_settle_copies(tensors, headers, weight_map))
     return tensors, findings, broken
+
+
+def _header_or_why(path: AnyPath) -> Header | Refused:
+    try:
+        return read_header(path)
+    except Refused as refused:
+        return refused
 
 
 def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:

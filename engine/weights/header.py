@@ -19,6 +19,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.weights.sources.base import AnyPath
 
 LIBRARY_CAP_BYTES = 100_000_000  # what the safetensors library accepts; larger headers are ours alone to read
 HEADER_LIMIT_BYTES = 1 << 30
@@ -95,7 +96,7 @@ def dtype_bytes(dtype: str, elements: int) -> int:
     return -(-elements * DTYPE_BITS[dtype] // 8)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: AnyPath) -> Header:
     """The header of one file, checked against the file's size; a file that is no safetensors file is refused.
 
     Reads the length and the header only. Memory is bounded by what the file really holds, whatever it claims.
@@ -165,7 +166,7 @@ def _kind_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: AnyPath) -> BinaryIO:
     """The file for reading; anything that is not a regular file is refused before it can block or fail."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = "a directory" if path.is_dir() else "no regular file"
@@ -173,8 +174,8 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _unreadable(path: Path, error: OSError) -> Finding:
-    if path.is_symlink() and not path.exists():
+def _unreadable(path: AnyPath, error: OSError) -> Finding:
+    if isinstance(path, Path) and path.is_symlink() and not path.exists():
         return fatal(
             "missing-shard",
             f"{path.name} is a link to {path.readlink()}, which is not there",
@@ -328,7 +329,9 @@ def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]
         try:
             entries[name] = _Entry() if name == METADATA else msgspec.convert(value, _Entry)
         except msgspec.ValidationError as error:
-            groups.setdefault(str(error), []).append(name)
+            groups.setdefault(_readable(str(error)), []).append(name)
+        except UnicodeEncodeError:
+            groups.setdefault("a key that is no text", []).append(name)
     findings = [
         _invalid(file, names, problem, "dtype text, shape and data_offsets sizes", problem)
         for problem, names in groups.items()
@@ -452,7 +455,7 @@ def _entry_problem(entry: _Entry) -> tuple[str, str, str]:
     if entry.dtype is None or entry.shape is None or entry.data_offsets is None:
         return f"an entry without {' and '.join(absent)}", "dtype, shape and data_offsets", f"no {', '.join(absent)}"
     if entry.dtype not in DTYPE_BITS:
-        return "an unknown dtype", "one of " + ", ".join(DTYPE_BITS), entry.dtype[:40]
+        return "an unknown dtype", "one of " + ", ".join(DTYPE_BITS), _readable(entry.dtype[:40])
     if len(entry.shape) > MAX_DIMS:
         return "a shape of too many dims", f"at most {MAX_DIMS} dims", f"{len(entry.shape):,} dims"
     begin, end = entry.data_offsets

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import os
+import stat
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from typing_extensions import Buffer
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+
+STREAM_BYTES = 256 << 10  # of a header that are read at once: most are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +163,61 @@ def scatter(part: memoryview, buffers: list[memoryview]) -> list[memoryview]:
             return [view[count:], *buffers[index + 1 :]]
     assert taken == part.nbytes, f"{part.nbytes - taken} bytes more than asked for"
     return []
+
+
+class SourcePath:
+    """A file of a source, as far as whoever reads a header needs a path: name, size, and a stream to read from."""
+
+    def __init__(self, source: ByteSource, name: str) -> None:
+        self.name = name
+        self._source = source
+
+    def stat(self) -> os.stat_result:
+        nbytes = self._source.stat(self.name).nbytes
+        return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, nbytes, 0, 0, 0))
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        assert mode == "rb", mode
+        return io.BufferedReader(_Stream(self._source, self.name), STREAM_BYTES)
+
+    def is_dir(self) -> bool:
+        return False
+
+
+AnyPath = Path | SourcePath
+
+
+class _Stream(io.RawIOBase):
+    """A file of a source from its start on."""
+
+    def __init__(self, source: ByteSource, name: str) -> None:
+        self._file = source.open(name)
+        self._size = source.stat(name).nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(view.nbytes, self._size - self._at))
+        if count:
+            self._file.read_into(self._at, [view[:count]])
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

@@ -250,8 +250,9 @@ class Trial:
         if self._phase == "direct":
             buffered, direct = self._rates["buffered"], self._rates["direct"]
             self._chosen = "direct" if direct > buffered else "buffered"
-            words = "past the page cache" if self._chosen == "direct" else "through the page cache"
-            self.verdict = f"cold files are read {words}: buffered {buffered / 1e9:.2f}, O_DIRECT {direct / 1e9:.2f} GB/s on this load"
+            words = "past" if self._chosen == "direct" else "through"
+            rates = f"buffered {buffered / 1e9:.2f}, O_DIRECT {direct / 1e9:.2f} GB/s on this load"
+            self.verdict = f"cold files are read {words} the page cache: {rates}"
         self._phase = "buffered" if self._phase == "skip" else "direct"
         self._bytes, self._began_s = 0, now_s
 

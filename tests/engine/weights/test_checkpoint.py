@@ -55,10 +55,10 @@ def test_bytes_are_those_of_the_file(home: Path) -> None:
     assert checkpoint.read_bytes(tensor.name) == data
     assert checkpoint.read_bytes(tensor.name, 8, 16) == data[8:24]
     os.truncate(home / SECOND, tensor.offset_bytes + 10)
-    with pytest.raises(Refused, match="it ends 374 bytes early"):
+    with pytest.raises(Refused, match="374 bytes from byte"):
         checkpoint.read_bytes(tensor.name)
     (home / SECOND).unlink()
-    with pytest.raises(Refused, match="No such file"):
+    with pytest.raises(Refused, match="is not there"):
         checkpoint.read_bytes(tensor.name)
 
 

@@ -16,7 +16,6 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert refused(tmp_path / "file").found == "a file"
     assert refused("~no-such-user/model").code == "not-found"
     assert refused("a\0b").code == "not-found"
-    assert refused("s3://bucket/model").code == "not-available"
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:

@@ -1,0 +1,280 @@
+"""Files of a web server, read by range requests. There is no listing: names are those of the index, and usual ones.
+
+Source of the protocol: RFC 9110, sections 13 to 15 (range requests, conditional requests, status codes).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from urllib.parse import quote
+
+import httpx
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.weights.sources.base import FileStat, ReadShape, Usage, absent, changed, ended_early
+from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
+
+HTTP_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=64 << 10, in_flight=16)
+MOST_REDIRECTS = 5
+REMEMBER_S = 60.0  # how long the end of a redirect is used without asking again: signed addresses expire
+LOOK = "open the address in a browser"
+TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+
+
+class HttpFiles:
+    """Files below `url`. `pinned` holds size and version of those that were looked at before, maybe by others."""
+
+    shape = HTTP_SHAPE
+
+    def __init__(self, url: str, pinned: Mapping[str, FileStat] | None = None, retry: Retry | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.usage = Usage()
+        self.retry = retry or Retry()
+        self._pinned = dict(pinned or {})
+        self._ends: dict[str, tuple[httpx.URL, float]] = {}
+        self._lock = threading.Lock()
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(self.retry.stall_s, pool=None),
+            limits=httpx.Limits(
+                max_connections=2 * HTTP_SHAPE.in_flight, max_keepalive_connections=HTTP_SHAPE.in_flight
+            ),
+            headers={"Accept-Encoding": "identity"},
+            follow_redirects=False,
+        )
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._pinned))
+
+    def stat(self, name: str) -> FileStat:
+        """Size and etag, by asking for the first byte: whether ranges are served shows at once."""
+        found = self.look(name)
+        if found is None:
+            raise absent(self.address(name))
+        return found
+
+    def look(self, name: str) -> FileStat | None:
+        """As `stat`; None for a file that is not there."""
+        if name not in self._pinned:
+            found = self._attempts(name)
+            if found is None:
+                return None
+            self._pinned[name] = found
+        return self._pinned[name]
+
+    def open(self, name: str) -> HttpFile:
+        return HttpFile(self, name, self.stat(name))
+
+    def address(self, name: str) -> str:
+        return f"{self.url}/{quote(name)}"
+
+    def describe(self) -> str:
+        counts = self.usage.counts()
+        retries = f", {counts['retries']} of them again" if counts.get("retries") else ""
+        return f"{counts.get('fetched', 0) / 1e6:,.0f} MB in {counts.get('requests', 0):,} range requests{retries}"
+
+    def close(self) -> None:
+        self._client.close()
+
+    @contextmanager
+    def answer(self, name: str, first: int, last: int) -> Iterator[httpx.Response]:
+        """The answer to a request for bytes [first, last], redirects followed within bounds. Raises `Interrupted`."""
+        url = self._where(name)
+        try:
+            for _ in range(MOST_REDIRECTS + 1):
+                request = self._client.build_request("GET", url, headers={"Range": f"bytes={first}-{last}"})
+                response = self._client.send(request, stream=True)
+                try:
+                    if not response.has_redirect_location:
+                        self._remember(name, url)
+                        yield response
+                        return
+                    url = self._follow(url, response.headers["location"])
+                finally:
+                    response.close()
+        except httpx.UnsupportedProtocol as error:
+            raise self._refused(name, str(error), "an address of a web server") from error
+        except httpx.TransportError as error:
+            raise Interrupted(str(error) or type(error).__name__) from error
+        raise self._refused(name, f"more than {MOST_REDIRECTS} redirects", "an answer")
+
+    def judge(self, name: str, response: httpx.Response) -> None:
+        """Raise what a status other than 200, 206 and 416 means: `Refused`, or `Interrupted` if it may pass."""
+        status = response.status_code
+        if status in (200, 206, 416):
+            return
+        if status in (401, 403, 410) and self._forget(name):
+            raise Interrupted(f"status {status} at the end of a redirect that may have expired")
+        if status in TRY_AGAIN:
+            raise Interrupted(f"status {status}", _seconds(response.headers.get("retry-after")))
+        if status in (404, 410):
+            raise absent(self.address(name))
+        way = (
+            "credentials for this host belong in ~/.netrc" if status in (401, 403) else "open the address in a browser"
+        )
+        raise self._refused(name, f"status {status} {response.reason_phrase}", "status 206", way)
+
+    def _attempts(self, name: str) -> FileStat | None:
+        failures = 0
+        while True:
+            try:
+                return self._look_once(name)
+            except Interrupted as error:
+                failures += 1
+                self.usage.add("retries")
+                if failures >= self.retry.attempts:
+                    raise self._refused(name, str(error), "an answer", "check the network and the server") from error
+                time.sleep(self.retry.pause_s(failures, error.pause_s))
+
+    def _look_once(self, name: str) -> FileStat | None:
+        with self.answer(name, 0, 0) as response:
+            self.usage.add("requests")
+            if response.status_code == 404:
+                return None
+            self.judge(name, response)
+            if response.status_code == 206:
+                return FileStat(_total(self.address(name), response), version_of(response))
+            size = response.headers.get("content-length")
+            if response.status_code == 416:  # an empty file has no first byte
+                return FileStat(0, version_of(response))
+            if size is None or not size.isdecimal():
+                raise self._refused(name, "no Content-Length", "the size of the file")
+            return FileStat(int(size), version_of(response))
+
+    def _where(self, name: str) -> httpx.URL:
+        with self._lock:
+            url, until_s = self._ends.get(name, (None, 0.0))
+        return url if url is not None and time.monotonic() < until_s else httpx.URL(self.address(name))
+
+    def _remember(self, name: str, url: httpx.URL) -> None:
+        if str(url) != self.address(name):
+            with self._lock:
+                self._ends.setdefault(name, (url, time.monotonic() + REMEMBER_S))
+
+    def _forget(self, name: str) -> bool:
+        with self._lock:
+            return self._ends.pop(name, None) is not None
+
+    def _follow(self, url: httpx.URL, location: str) -> httpx.URL:
+        """Where a redirect leads: to http or https, never from https to http, never from outside into this network."""
+        target = url.join(location)
+        leaves = target.scheme not in ("http", "https") or (url.scheme == "https" and target.scheme == "http")
+        inward = target.host != url.host and _is_inside(target.host) and not _is_inside(url.host)
+        if leaves or inward:
+            what = "into a private network" if inward else f"to {target.scheme}"
+            raise Refused(
+                fatal(
+                    "unsafe-file",
+                    f"{url.host} redirects {what}",
+                    file=str(url.copy_with(query=None)),
+                    expected="a redirect to a web server that is as public and as secure",
+                    found=f"{target.scheme}://{target.host}",
+                    next="name the address itself if you trust it",
+                )
+            )
+        return target
+
+    def _refused(self, name: str, found: str, expected: str, way: str = LOOK) -> Refused:
+        file = self.address(name)
+        return Refused(
+            fatal("read-failed", f"{file} cannot be read: {found}", file=file, expected=expected, found=found, next=way)
+        )
+
+
+class HttpFile:
+    """One file; every answer is held against the size and the version that the first one stated."""
+
+    def __init__(self, source: HttpFiles, name: str, expected: FileStat) -> None:
+        self._source = source
+        self._name = name
+        self._expected = expected
+        self._file = source.address(name)
+
+    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+        target = Target(offset_bytes, buffers)
+        end = offset_bytes + target.left
+        if end > self._expected.nbytes:
+            raise ended_early(self._file, self._expected.nbytes, end, target.left)
+        fill(target, self._attempt, self._source.retry, self._source.usage, self._file)
+
+    def check(self) -> None:
+        """Nothing is left to check: each answer was."""
+
+    def close(self) -> None:
+        """Connections belong to the source."""
+
+    def _attempt(self, target: Target) -> None:
+        first, last = target.offset_bytes, target.offset_bytes + target.left - 1
+        try:
+            with self._source.answer(self._name, first, last) as response:
+                self._source.judge(self._name, response)
+                self._refuse_others(response, first, last)
+                for part in response.iter_raw():
+                    target.accept(memoryview(part))
+        except httpx.TransportError as error:
+            raise Interrupted(str(error) or type(error).__name__) from error
+
+    def _refuse_others(self, response: httpx.Response, first: int, last: int) -> None:
+        """Another version, another range or the whole file is not what was asked for."""
+        whole = first == 0 and last == self._expected.nbytes - 1
+        found = version_of(response)
+        if response.status_code == 416 or (found is not None and found != self._expected.version):
+            raise changed(self._file, f"version {self._expected.version}", found or "a file that is shorter")
+        if response.status_code == 200:
+            if whole:
+                return
+            raise Refused(
+                fatal(
+                    "not-available",
+                    f"{self._file}: the server answers a request for a part with the whole file",
+                    file=self._file,
+                    expected="status 206: range requests are served",
+                    found="status 200",
+                    next="download the checkpoint and name its directory, or use a server that knows ranges",
+                )
+            )
+        if _total(self._file, response) != self._expected.nbytes:
+            raise changed(self._file, f"{self._expected.nbytes} bytes", response.headers["content-range"])
+        if not response.headers["content-range"].startswith(f"bytes {first}-"):
+            raise Interrupted(f"asked for bytes {first}-{last}, got {response.headers['content-range']}")
+
+
+def version_of(response: httpx.Response) -> str | None:
+    """The etag or, without one, the time of the last change."""
+    return response.headers.get("etag") or response.headers.get("last-modified")
+
+
+def _total(file: str, response: httpx.Response) -> int:
+    found = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("content-range", ""))
+    if found is None:
+        raise Refused(
+            fatal(
+                "read-failed",
+                f"{file}: status 206 without a usable Content-Range",
+                file=file,
+                expected="Content-Range: bytes FIRST-LAST/SIZE",
+                found=response.headers.get("content-range", "none"),
+                next="download the checkpoint and name its directory",
+            )
+        )
+    return int(found[1])
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text is not None and text.isdecimal() else None
+
+
+def _is_inside(host: str) -> bool:
+    """Whether a host is this machine or an address of a private network, as far as its name tells."""
+    if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return address.is_private or address.is_loopback or address.is_link_local

@@ -1,0 +1,189 @@
+"""What was read from afar, kept in a local file: read again from there, and gone on with after a crash.
+
+Beside the sparse `NAME.part` lies a journal of the blocks that are in it, each with its checksum: whatever a crash left
+behind, a block whose checksum does not hold is fetched again. The file gets its name when the last block is there.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import zlib
+from pathlib import Path
+
+from firstlight.engine.weights.sources.base import ByteSource, FileStat, OpenFile, ReadShape, Usage, unread
+from firstlight.engine.weights.sources.local import LocalFiles
+
+BLOCK_BYTES = 4 << 20
+PART, JOURNAL = ".part", ".journal"
+_RECORD = struct.Struct("<II")  # block, CRC-32 of its bytes
+
+
+class KeptFiles:
+    """The files of `far`, of which `directory` holds some and some parts; with `keep` it gets all that is read."""
+
+    def __init__(self, far: ByteSource, directory: Path, keep: bool) -> None:
+        self.url = far.url
+        self.shape: ReadShape = far.shape
+        self.usage: Usage = far.usage
+        self._far = far
+        self._near = LocalFiles(directory)
+        self._keep = keep
+        self._open: dict[str, KeptFile] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> tuple[str, ...]:
+        return self._far.names()
+
+    def stat(self, name: str) -> FileStat:
+        return self._far.stat(name)
+
+    def open(self, name: str) -> OpenFile:
+        """From the directory if it is all there, else from afar."""
+        stat = self.stat(name)
+        if self.is_whole(name):
+            return self._near.open(name)
+        if not self._keep and not (self._near.path(name + JOURNAL)).exists():
+            return self._far.open(name)
+        with self._lock:  # one journal a file, however often it is opened
+            if name not in self._open:
+                self._open[name] = KeptFile(self._far, self._near, name, stat.nbytes)
+            return self._open[name]
+
+    def is_whole(self, name: str) -> bool:
+        path = self._near.path(name)
+        return path.is_file() and path.stat().st_size == self.stat(name).nbytes
+
+    def describe(self) -> str:
+        near = self._near.describe()
+        again = self.usage["kept"]
+        parts = [self._far.describe(), f"{again / 1e6:,.0f} MB kept from before" if again else "", near]
+        return "; ".join(part for part in parts if part)
+
+
+class KeptFile:
+    """One file that is partly here. Blocks are fetched whole, by whichever reader needs one first."""
+
+    def __init__(self, far: ByteSource, near: LocalFiles, name: str, nbytes: int) -> None:
+        self._far = far
+        self._name = name
+        self._nbytes = nbytes
+        self._path = near.path(name)
+        self._part, self._journal = near.path(name + PART), near.path(name + JOURNAL)
+        self._usage = far.usage
+        self._count = -(-nbytes // BLOCK_BYTES)
+        self._changed = threading.Condition()
+        self._busy: set[int] = set()
+        self._sure: set[int] = set()  # fetched or checked by this process
+        try:
+            self._descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.ftruncate(self._descriptor, nbytes)
+            self._log = os.open(self._journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise unread(str(self._part), 0, nbytes, f"it cannot be written: {error.strerror}") from error
+        self._known = dict(_RECORD.iter_unpack(_whole(self._journal.read_bytes())))
+
+    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+        for view in buffers:
+            done = 0
+            while done < view.nbytes:
+                block, at = divmod(offset_bytes + done, BLOCK_BYTES)
+                count = min(view.nbytes - done, BLOCK_BYTES - at)
+                self._provide(block)
+                self._from_part(offset_bytes + done, view[done : done + count])
+                done += count
+            offset_bytes += view.nbytes
+
+    def check(self) -> None:
+        """Give the file its name once all of it is there."""
+        with self._changed:
+            if len(self._sure) == self._count and self._part.exists():
+                os.fsync(self._descriptor)
+                self._part.replace(self._path)
+                self._journal.unlink()
+
+    def close(self) -> None:
+        """Descriptors stay for the next reader; they go with the object."""
+
+    def __del__(self) -> None:
+        for descriptor in (getattr(self, "_descriptor", None), getattr(self, "_log", None)):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _provide(self, block: int) -> None:
+        """Have a block in the file: because it was, and its checksum holds, or by fetching it."""
+        with self._changed:
+            while block in self._busy:
+                self._changed.wait()
+            if block in self._sure:
+                return
+            self._busy.add(block)
+        try:
+            if not self._holds(block):
+                self._fetch(block)
+            with self._changed:
+                self._sure.add(block)
+        finally:
+            with self._changed:
+                self._busy.discard(block)
+                self._changed.notify_all()
+
+    def _holds(self, block: int) -> bool:
+        if block not in self._known:
+            return False
+        data = memoryview(bytearray(self._size(block)))
+        self._from_part(block * BLOCK_BYTES, data)
+        if zlib.crc32(data) != self._known[block]:
+            self._usage.add("spoilt")
+            return False
+        self._usage.add("kept", data.nbytes)
+        return True
+
+    def _fetch(self, block: int) -> None:
+        data = memoryview(bytearray(self._size(block)))
+        opened = self._far.open(self._name)
+        try:
+            opened.read_into(block * BLOCK_BYTES, [data])
+            opened.check()
+        finally:
+            opened.close()
+        try:
+            written = 0
+            while written < data.nbytes:
+                written += os.pwrite(self._descriptor, data[written:], block * BLOCK_BYTES + written)
+            os.write(self._log, _RECORD.pack(block, zlib.crc32(data)))
+        except OSError as error:
+            raise unread(str(self._part), block * BLOCK_BYTES, data.nbytes, f"not kept: {error.strerror}") from error
+
+    def _size(self, block: int) -> int:
+        return min(BLOCK_BYTES, self._nbytes - block * BLOCK_BYTES)
+
+    def _from_part(self, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < view.nbytes:
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise unread(str(self._part), offset + done, view.nbytes - done, "somebody cut it")
+            done += count
+
+
+def fetch_all(source: KeptFiles, names: tuple[str, ...]) -> None:
+    """Have all of the files in the directory."""
+    from firstlight.engine.weights.readers import Job, read_jobs
+
+    for name in names:
+        nbytes = source.stat(name).nbytes
+        if source.is_whole(name):
+            continue
+        blocks = range(0, nbytes, BLOCK_BYTES)
+        jobs = (Job([(name, at, memoryview(bytearray(min(BLOCK_BYTES, nbytes - at))))]) for at in blocks)
+        for _ in read_jobs(jobs, source, ahead_bytes=2 * source.shape.in_flight * BLOCK_BYTES):
+            pass
+        if nbytes and not source.is_whole(name):
+            source.open(name).check()
+
+
+def _whole(journal: bytes) -> bytes:
+    """The records that were written to their end."""
+    return journal[: len(journal) // _RECORD.size * _RECORD.size]

@@ -1,0 +1,166 @@
+"""Objects of S3, Google Cloud Storage and Azure, through obstore; credentials come by that library's own chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.weights.sources.base import FileStat, ReadShape, Usage, absent, changed, ended_early
+from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+OBJECT_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=256 << 10, in_flight=16)
+PART_BYTES = 1 << 20  # what is taken from an answer at a time
+
+
+class ObjectStore:
+    """Objects below the prefix of `url`, such as s3://bucket/prefix; names have no slash in them."""
+
+    shape = OBJECT_SHAPE
+
+    def __init__(self, url: str, pinned: Mapping[str, FileStat] | None = None, retry: Retry | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.usage = Usage()
+        self.retry = retry or Retry()
+        self._pinned = dict(pinned or {})
+        self._library = library()
+        stall = timedelta(seconds=self.retry.stall_s)
+        try:
+            self.store = self._library.store.from_url(
+                self.url,
+                client_options={"connect_timeout": stall, "read_timeout": stall, "timeout": timedelta(hours=1)},
+                retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=4 * self.retry.stall_s)},
+            )
+        except (self._library.exceptions.BaseError, ValueError) as error:
+            raise self._refused(self.url, error) from error
+
+    def names(self) -> tuple[str, ...]:
+        """Objects directly below the prefix; sizes and versions are known from then on."""
+        if not self._pinned:
+            try:
+                found = self._library.list_with_delimiter(self.store)["objects"]
+            except (self._library.exceptions.BaseError, ValueError, OSError) as error:
+                raise self._refused(self.url, error) from error
+            self._pinned = {meta["path"].rpartition("/")[2]: _stat(meta) for meta in found}
+        return tuple(sorted(self._pinned))
+
+    def stat(self, name: str) -> FileStat:
+        if name not in self._pinned:
+            try:
+                self._pinned[name] = _stat(self._library.head(self.store, name))
+            except FileNotFoundError as error:
+                raise absent(self.address(name)) from error
+            except (self._library.exceptions.BaseError, ValueError, OSError) as error:
+                raise self._refused(self.address(name), error) from error
+        return self._pinned[name]
+
+    def open(self, name: str) -> ObjectFile:
+        return ObjectFile(self, name, self.stat(name))
+
+    def address(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def describe(self) -> str:
+        counts = self.usage.counts()
+        retries = f", {counts['retries']} of them again" if counts.get("retries") else ""
+        return f"{counts.get('fetched', 0) / 1e6:,.0f} MB in {counts.get('requests', 0):,} range requests{retries}"
+
+    def read(self, name: str, target: Target, expected: FileStat) -> None:
+        """One request for the whole target; what came stays if it breaks off. `Interrupted` where that may pass."""
+        errors = self._library.exceptions
+        file = self.address(name)
+        options: dict[str, Any] = {"range": (target.offset_bytes, target.offset_bytes + target.left)}
+        if expected.version is not None and expected.version.startswith('"'):
+            options["if_match"] = expected.version
+        try:
+            result = self._library.get(self.store, name, options=options)
+            now = _stat(result.meta)
+            if now != expected:
+                raise changed(file, _words(expected), _words(now))
+            for part in result.stream(min_chunk_size=PART_BYTES):
+                target.accept(memoryview(part))
+        except errors.PreconditionError as error:
+            raise changed(file, _words(expected), "another version") from error
+        except FileNotFoundError as error:
+            raise absent(file) from error
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+            raise self._refused(file, error) from error
+        except (errors.BaseError, OSError) as error:
+            raise Interrupted(_first_line(error)) from error
+
+    def _refused(self, file: str, error: Exception) -> Refused:
+        text = _first_line(error)
+        way = (
+            "check address, credentials and network; credentials come from the environment, as the provider's tools say"
+        )
+        if "builder error" in text or "URL scheme is not allowed" in text:
+            way = "the endpoint speaks plain HTTP: set AWS_ALLOW_HTTP=true if that is meant"
+        return Refused(
+            fatal(
+                "read-failed",
+                f"{file} cannot be read: {text}",
+                file=file,
+                expected="an object store that answers",
+                found=type(error).__name__,
+                next=way,
+            )
+        )
+
+
+class ObjectFile:
+    """One object; every answer is held against the etag that was listed."""
+
+    def __init__(self, source: ObjectStore, name: str, expected: FileStat) -> None:
+        self._source = source
+        self._name = name
+        self._expected = expected
+
+    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+        target = Target(offset_bytes, buffers)
+        source, file = self._source, self._source.address(self._name)
+        end = offset_bytes + target.left
+        if end > self._expected.nbytes:
+            raise ended_early(file, self._expected.nbytes, end, target.left)
+        fill(target, lambda one: source.read(self._name, one, self._expected), source.retry, source.usage, file)
+
+    def check(self) -> None:
+        """Nothing is left to check: each answer was."""
+
+    def close(self) -> None:
+        """Connections belong to the library."""
+
+
+def library() -> ModuleType:
+    """obstore; `Refused` says how to get it where it is not installed."""
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise Refused(
+            fatal(
+                "not-available",
+                "reading from an object store needs the package obstore",
+                expected="obstore",
+                found="not installed",
+                next="pip install 'firstlight[cloud]'",
+            )
+        ) from error
+    return obstore
+
+
+def _stat(meta: Mapping[str, Any]) -> FileStat:
+    modified = meta.get("last_modified")
+    return FileStat(meta["size"], meta.get("e_tag") or (modified.isoformat() if modified else None))
+
+
+def _words(stat: FileStat) -> str:
+    return f"{stat.nbytes} bytes, version {stat.version}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
