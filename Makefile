@@ -81,6 +81,14 @@ gpu-check: install ## what needs an accelerator: operators against their referen
 bench: install ## the benchmarks of tests/benchmarks, one after the other
 	for file in tests/benchmarks/bench_*.py; do $(BIN)/python -m "tests.benchmarks.$$(basename "$$file" .py)" $(ARGS); done
 
+FUZZ_SECONDS ?= 60
+
+.PHONY: fuzz
+fuzz: install ## search for input that breaks a parser, a minute each: make fuzz [FUZZ_SECONDS=600]
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[fuzz]'
+	for target in header index config tokenizer; do \
+		$(BIN)/python -m tests.fuzz $$target -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=1; done
+
 .PHONY: notebooks
 notebooks: install ## execute every notebook; results as HTML in build/notebooks
 	mkdir -p build/notebooks
