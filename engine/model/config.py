@@ -24,7 +24,8 @@ HARMLESS = frozenset(
     aux_loss_alpha sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16
     use_cache pretraining_tp max_position_embeddings unsloth_version _attn_implementation
-    _attn_implementation_autoset attn_implementation image_seq_length quantization_config
+    _attn_implementation_autoset attn_implementation image_seq_length quantization_config tie_encoder_decoder
+    residual_dropout
     """.split()  # noqa: SIM905 - a wall of words reads better
 )
 

@@ -71,7 +71,7 @@ def totals(spec: ModelSpec, stored: StoredFormat, cache_dtype: str = "BF16") -> 
     extra = spec.mtp_parameters()
     element = DTYPE_BITS[cache_dtype] // 8
     caches = [layer.cache() for layer in spec.layers]
-    held = sum(stored.nbytes(kind.param, kind.param.shape) * kind.count * len(kind.layers) for kind in kinds)
+    held = sum(stored.nbytes(kind.param, kind.param.stored_shape) * kind.count * len(kind.layers) for kind in kinds)
     return Totals(
         parameters=sum(by_role.values()),
         active_parameters=active_parameters(spec),

@@ -32,7 +32,7 @@ class MLA:
         self._q_a_norm = Norm(spec.norm, weights.into("q_a_norm")) if spec.q_lora_rank is not None else None
         self._kv_a = weights.linear("kv_a")
         self._kv_a_norm = Norm(spec.norm, weights.into("kv_a_norm"))
-        self._gate = weights.linear("gate") if spec.gated else None
+        self._gate = weights.linear("g") if spec.gated else None
         self._o = weights.linear("o", bias=False)
         self._o_bias_H = weights.maybe("o.bias")
         kv_b = weights.tensor("kv_b.weight").view(-1, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)

@@ -21,7 +21,9 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="gated_delta"):
     `decay_rank` (None: full). The step is `beta_scale` sigmoid(W_b x). What is read is RMS-normed per head and
     multiplied by `gate_activation`(W_g x), W_g of rank `gate_rank` (None: full).
     `fused`: the checkpoint keeps [q | k | v | gate] and [b | f] head by head in two tensors, and so do we.
-    `decay_shape` is the shape in which the heads' A are stored; () stands for [heads].
+    `decay_shape` is the shape in which the heads' A are stored; () stands for [heads], behind which
+    `decay_padding` zeros may be stored. `wide`: filters of the convolution and the weight of the norm are kept in
+    float32.
     """
 
     num_key_heads: int
@@ -34,10 +36,12 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="gated_delta"):
     decay_rank: int | None = None
     decay_bound: float | None = None
     decay_shape: tuple[int, ...] = ()
+    decay_padding: int = 0
     gate_rank: int | None = None
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     beta_scale: float = 1.0
     fused: bool = False
+    wide: bool = False
 
     @property
     def rows(self) -> tuple[int, int, int]:
@@ -58,15 +62,16 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="gated_delta"):
         for name, rank, rows in (("f_b", self.decay_rank, self.decays), ("g_b", self.gate_rank, self.rows[2])):
             if rank is not None:
                 yield scope.param(f"{name}.weight", rows, rank, role="attention", place=(heads,))
+        kept = "F32" if self.wide else None
         for part, rows in zip("qkv", self.rows, strict=True):
-            yield scope.param(
-                f"conv.{part}.weight", rows, 1, self.conv, role="attention", place=(heads,), storage="conv.weight"
-            )
+            name, shape = f"conv.{part}.weight", (rows, 1, self.conv)
+            yield scope.param(name, *shape, role="attention", place=(heads,), storage="conv.weight", dtype=kept)
         shape = self.decay_shape or (self.num_heads,)
         along = msgspec.structs.replace(heads, dim=shape.index(self.num_heads))
-        yield scope.param("decay", *shape, role="attention", place=(along,), dtype="F32")
+        padding = self.decay_padding
+        yield scope.param("decay", *shape, role="attention", place=(along,), dtype="F32", padding=padding)
         yield scope.param("dt_bias", self.decays, role="attention", place=(heads,), dtype="F32")
-        yield scope.param("norm.weight", self.value_dim, role="norm")
+        yield scope.param("norm.weight", self.value_dim, role="norm", dtype=kept)
         output = msgspec.structs.replace(heads, dim=1)
         yield scope.param("o.weight", scope.hidden, self.rows[2], role="attention", place=(output,))
 

@@ -41,7 +41,7 @@ class Indexer(msgspec.Struct, frozen=True, kw_only=True):
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from one latent per token.
 
-    `gated`: what the heads give is multiplied by sigmoid(gate x), element by element, before the output projection.
+    `gated`: what the heads give is multiplied by sigmoid(g x), element by element, before the output projection.
     `kv_scale` multiplies the latent that keys and values are expanded from.
     """
 
@@ -80,7 +80,7 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
         yield scope.param("kv_b.weight", kv_rows, self.kv_lora_rank, role="attention", place=(heads,))
         if self.gated:
             width = self.num_heads * self.v_dim
-            yield scope.param("gate.weight", width, scope.hidden, role="attention", place=(heads,))
+            yield scope.param("g.weight", width, scope.hidden, role="attention", place=(heads,))
         output = Shard(1, self.num_heads, unit_name="query heads")
         yield scope.param("o.weight", scope.hidden, self.num_heads * self.v_dim, role="attention", place=(output,))
         if self.bias:

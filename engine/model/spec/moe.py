@@ -58,11 +58,14 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     norm: Norm | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        """Replicated: small beside the experts, and the norm needs the whole sum."""
-        yield scope.param("down.weight", self.width, scope.hidden, role="mlp")
+        """Replicated: small beside the experts, and the norm needs the whole sum.
+
+        Counted with the router: both lead to the experts, and releases store both plain when they pack the experts.
+        """
+        yield scope.param("down.weight", self.width, scope.hidden, role="router")
         if self.norm is not None:
             yield from self.norm.parameters(scope.into("norm"), self.width)
-        yield scope.param("up.weight", scope.hidden, self.width, role="mlp")
+        yield scope.param("up.weight", scope.hidden, self.width, role="router")
 
 
 class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):

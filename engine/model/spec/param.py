@@ -22,7 +22,8 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
     """One parameter of the model, in global shape.
 
     Parameters that share `storage` lie in one allocation: concatenated along dim 0 in the order declared and, with an
-    `expert`, stacked over the rank's experts. `dtype` pins a storage dtype (`F32`); None follows the run.
+    `expert`, stacked over the rank's experts. `dtype` pins a storage dtype (`F32`); None follows the run. `padding`:
+    rows of zeros that releases store behind it; they are part of the release's figures and never loaded.
     """
 
     name: str
@@ -33,15 +34,22 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
     storage: str = ""
     expert: int | None = None
     dtype: str | None = None
+    padding: int = 0
 
     @property
     def home(self) -> str:
         return self.storage or self.name
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """As releases store it, padding included."""
+        return (self.shape[0] + self.padding, *self.shape[1:]) if self.padding else self.shape
+
+    @property
     def elements(self) -> int:
+        """As releases count them, padding included."""
         count = 1
-        for size in self.shape:
+        for size in self.stored_shape:
             count *= size
         return count
 
@@ -66,6 +74,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
         storage: str = "",
         expert: int | None = None,
         dtype: str | None = None,
+        padding: int = 0,
     ) -> Param:
         """A parameter of this block. The vision tower is replicated: it is small and runs once a picture."""
         return Param(
@@ -77,4 +86,5 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
             storage=self.prefix + storage if storage else "",
             expert=expert,
             dtype=dtype,
+            padding=padding,
         )
