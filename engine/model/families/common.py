@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from firstlight.engine.model.config import Config
@@ -17,6 +17,7 @@ from firstlight.engine.model.spec import (
     Norm,
     Rope,
     RopeScaling,
+    Temperature,
 )
 
 ACTIVATIONS = {  # names in configs -> names of kernels/gated_activation
@@ -38,13 +39,25 @@ def activation(config: Config, key: str = "hidden_act", default: str = "silu") -
     return ACTIVATIONS[config.only(key, *ACTIVATIONS, default=default)]
 
 
-def rope(config: Config, dim: int, theta: float = 10000.0, interleaved: bool = False) -> Rope:
+def rope(
+    config: Config,
+    dim: int,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    partial: float = 1.0,
+    kind: str | None = None,
+    read_elsewhere: tuple[str, ...] = (),
+) -> Rope:
     """Rotary positions from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4).
 
-    Where both name a base and disagree the newer key wins and the conflict is reported. `theta` is the default of the
-    architecture when the file is silent. `partial_rotary_factor` is applied to `dim`.
+    Where both name a base and disagree the newer key wins and the conflict is reported. `theta` and `partial` are the
+    defaults of the architecture when the file is silent. `partial_rotary_factor` is applied to `dim`. `kind` picks
+    the parameters of a kind of layers (`full_attention`) where the file has them by kind. `read_elsewhere` are keys
+    among the parameters that the family reads itself.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if kind is not None and isinstance(new.get(kind), Mapping):
+        new = new[kind]
     base = config.get("rope_theta")
     named = new.get("rope_theta")
     if base is not None and named is not None and float(base) != float(named):
@@ -55,8 +68,8 @@ def rope(config: Config, dim: int, theta: float = 10000.0, interleaved: bool = F
             found=f"rope_theta = {base}",
             next="verify at positions beyond 4,000, where a wrong base shows",
         )
-    fields = {**old, **new}
-    partial = float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    fields = {key: value for key, value in {**old, **new}.items() if key not in read_elsewhere}
+    partial = float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", partial)))
     value = next((float(v) for v in (named, old.get("rope_theta"), base) if v is not None), None)
     if value is None:
         config.warn(
@@ -68,6 +81,9 @@ def rope(config: Config, dim: int, theta: float = 10000.0, interleaved: bool = F
         )
         value = theta
     value = config.positive("rope_theta", value)
+    if fields.get("alpha") and fields.get("rope_type", fields.get("type")) == "dynamic":  # HunYuan: stretched for good
+        value *= float(fields["alpha"]) ** (dim / (dim - 2))
+        fields = {}
     max_positions = int(config.get("max_position_embeddings", 0))
     if max_positions < 0:
         config.refuse("max_position_embeddings", max_positions, "a positive whole number")
@@ -80,10 +96,34 @@ def rope(config: Config, dim: int, theta: float = 10000.0, interleaved: bool = F
     )
 
 
+def rope_of_kind(config: Config, dim: int, kind: str, theta: float, local: float | None = None) -> Rope:
+    """Rotary positions where layers with windows have their own: unstretched, of base `rope_local_base_freq`.
+
+    Newer files have parameters by kind. `theta` and `local` are the architecture's defaults; without `local` windows
+    rotate by the base of the other layers.
+    """
+    if kind == "full_attention" or isinstance((config.get("rope_parameters") or {}).get(kind), Mapping):
+        return rope(config, dim, theta, kind=kind)
+    base = config.get("rope_local_base_freq", local or config.get("rope_theta", theta))
+    return Rope(theta=config.positive("rope_local_base_freq", base), dim=dim)
+
+
+def llama4_temperature(config: Config) -> Temperature | None:
+    """How Mistral's releases of 2025 sharpen the queries of far positions: Llama 4's formula, other key names."""
+    fields = config.get("rope_parameters") or {}
+    strength, length = fields.get("llama_4_scaling_beta"), fields.get("original_max_position_embeddings")
+    if not strength:
+        return None
+    return Temperature(
+        strength=float(strength), length=config.positive("original_max_position_embeddings", length or 0)
+    )
+
+
 def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) -> RopeScaling | None:
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind in ("default", None):
         return None
+    kind = {"su": "longrope"}.get(kind, kind)  # the name of Phi-3's first releases
     known = ("linear", "dynamic", "llama3", "yarn", "longrope")
     if kind not in known:
         config.unsupported("rope_scaling.rope_type", kind, ", ".join(known))
@@ -148,6 +188,11 @@ def rms(config: Config, default: float = 1e-6) -> Norm:
     return Norm(eps=config.positive("rms_norm_eps", config.get("rms_norm_eps", default)))
 
 
+def layer_norm(config: Config, key: str, default: float = 1e-5, **fields: Any) -> Norm:
+    """LayerNorm with weight and bias; its epsilon under `key`."""
+    return Norm(kind="layer", eps=config.positive(key, config.get(key, default)), **{"bias": True, **fields})
+
+
 def layer_windows(config: Config, window: int | None) -> list[int | None]:
     """The window of each layer: `layer_types` decides where present, else every layer has `window`."""
     count = config.size("num_hidden_layers")
@@ -161,6 +206,11 @@ def layer_windows(config: Config, window: int | None) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+PRE = ("mixer_norm", "ffn_norm")  # where a layer has norms
+POST = ("post_mixer_norm", "post_ffn_norm")
+SANDWICH = PRE + POST
+
+
 def decoder(
     config: Config,
     family: str,
@@ -168,13 +218,18 @@ def decoder(
     ffn: Callable[[int], FeedForward],
     *,
     norm: Norm | None = None,
+    norms: tuple[str, ...] = PRE,
+    layer: Mapping[str, Any] | None = None,
     tie_default: bool = False,
     **fields: Any,
 ) -> ModelSpec:
-    """A pre-norm decoder: `mixer(i)` and `ffn(i)` describe layer i. Everything else comes from the usual keys."""
+    """A decoder: `mixer(i)` and `ffn(i)` describe layer i. Everything else comes from the usual keys.
+
+    `norms` are the places of a layer that have `norm`; `layer` are further fields of every layer.
+    """
     norm = norm or rms(config)
     layers = tuple(
-        LayerSpec(mixer=mixer(index), ffn=ffn(index), mixer_norm=norm, ffn_norm=norm)
+        LayerSpec(mixer=mixer(index), ffn=ffn(index), **{**dict.fromkeys(norms, norm), **(layer or {})})
         for index in range(config.size("num_hidden_layers"))
     )
     values: dict[str, Any] = {
@@ -201,14 +256,32 @@ def _reach(config: Config) -> int:
 _M = "(model.|)"
 _L = _M + "layers.{i}."
 
-TRUNK: tuple[WeightRule, ...] = (
+
+def in_layers(names: Mapping[str, str], layer: str = _L) -> tuple[WeightRule, ...]:
+    """Weights and biases of layers by their names below `layer`: theirs -> ours."""
+    return tuple(
+        rule(f"{layer}{theirs}.{kind}", f"layers.{{i}}.{ours}.{kind}")
+        for theirs, ours in names.items()
+        for kind in ("weight", "bias")
+    )
+
+
+ENDS: tuple[WeightRule, ...] = (
     rule(_M + "embed_tokens.weight", "embed.weight"),
-    rule(_M + "norm.weight", "norm.weight"),
+    rule(_M + "(norm|final_layernorm).weight", "norm.weight"),
+    rule(_M + "(norm|final_layernorm).bias", "norm.bias"),
     rule("lm_head.weight", "head.weight"),
-    rule(_L + "input_layernorm.weight", "layers.{i}.mixer_norm.weight"),
-    rule(_L + "post_attention_layernorm.weight", "layers.{i}.ffn_norm.weight"),
+    rule("lm_head.bias", "head.bias"),
     ignored(_L + "self_attn.rotary_emb.inv_freq", "recomputed from the configuration"),
 )
+TRUNK = ENDS + in_layers({"input_layernorm": "mixer_norm", "post_attention_layernorm": "ffn_norm"})
+POST_NORMS = in_layers({"post_attention_layernorm": "post_mixer_norm", "post_feedforward_layernorm": "post_ffn_norm"})
+SANDWICH_NORMS = POST_NORMS + in_layers({"input_layernorm": "mixer_norm", "pre_feedforward_layernorm": "ffn_norm"})
+FUSED_ATTENTION = (
+    rule(_L + "self_attn.qkv_proj.weight", *(f"layers.{{i}}.mixer.{part}.weight" for part in "qkv")),
+    rule(_L + "self_attn.qkv_proj.bias", *(f"layers.{{i}}.mixer.{part}.bias" for part in "qkv")),
+)
+FUSED_DENSE = (rule(_L + "mlp.gate_up_proj.weight", *(f"layers.{{i}}.ffn.{part}.weight" for part in ("gate", "up"))),)
 ATTENTION: tuple[WeightRule, ...] = tuple(
     rule(f"{_L}self_attn.{part}_proj.{kind}", f"layers.{{i}}.mixer.{part}.{kind}")
     for part in "qkvo"

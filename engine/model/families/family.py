@@ -16,7 +16,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     `model_types` are the values of `model_type` it answers to. `spec(config, *nested)` gets the specs of the nested
     models named by `parts`, whose rules come along. `left_out` adds rules that depend on the configuration: tensors
-    nobody consumes, with the reason.
+    nobody consumes, with the reason, and names that mean one thing here and another there.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Token embedding and output head, cut by rows over tp. Legend: T tokens, H hidden, V vocabulary."""
+"""Token embedding and output head, cut by rows over tp. Legend: T tokens, H hidden, V vocabulary, P positions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class TokenEmbedding:
         self._weight_VH = weights.tensor("embed.weight")
         self._vocab_size = spec.vocab_size
         self._scale = spec.embed_scale
+        self._positions_PH = weights.maybe("positions.weight")
+        self._position_offset = spec.position_offset
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         tp, rows = batch.comms.tp, self._weight_VH.shape[0]
@@ -31,6 +33,8 @@ class TokenEmbedding:
             x_TH = x_TH * torch.tensor(self._scale, dtype=x_TH.dtype)
         for filled in batch.embeddings:
             x_TH[filled.start : filled.start + filled.features_NH.shape[0]] = filled.features_NH
+        if self._positions_PH is not None:
+            x_TH = x_TH + self._positions_PH[batch.positions_T + self._position_offset]
         return x_TH
 
 

@@ -26,7 +26,8 @@ FeedForward = MLP | MoE
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """x += post_mixer_norm(mixer(mixer_norm x)); x += post_ffn_norm(ffn(ffn_norm x)); what is absent is left out.
 
-    `parallel`: both read the layer's input, x += mixer(mixer_norm x) + ffn(ffn_norm x). `residual` replaces the single
+    `parallel`: both read the layer's input, x += mixer(mixer_norm x) + ffn(ffn_norm x); without an `ffn_norm` both read
+    mixer_norm x. `residual` replaces the single
     stream x by the planes of that topology. What is added is multiplied by `residual_scale` first.
     """
 

@@ -17,7 +17,10 @@ Vision = VisionSpec | MoonViT
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole model. `tied_head`: the output head is the embedding unless the checkpoint brings a head of its own."""
+    """A whole model. `tied_head`: the output head is the embedding unless the checkpoint brings a head of its own.
+
+    `learned_positions` vectors, one a position, are added to the embedding; position 0 has number `position_offset`.
+    """
 
     family: str
     vocab_size: int
@@ -27,6 +30,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tied_head: bool
     max_positions: int
     embed_scale: float = 1.0
+    learned_positions: int = 0
+    position_offset: int = 0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
@@ -42,6 +47,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.vision is not None:
             found.extend(self.vision.parameters())
         found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding", place=(Vocab(0),)))
+        if self.learned_positions:
+            found.append(scope.param("positions.weight", self.learned_positions, self.hidden, role="embedding"))
         for index, layer in enumerate(self.layers):
             found.extend(layer.parameters(Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden)))
         last = msgspec.structs.replace(scope, layer=LAST_STAGE)

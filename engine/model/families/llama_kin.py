@@ -1,0 +1,118 @@
+"""Llama's layout with another number or flag: Arcee, ERNIE 4.5 (dense), Granite, Helium, InternLM3, Ministral 3,
+Seed-OSS and SmolLM3.
+
+Each row of `KIN` is a model type. A key that only one of them has is read for all, at the value that changes nothing.
+"""
+
+import msgspec
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    TRUNK,
+    activation,
+    decoder,
+    gqa,
+    layer_windows,
+    llama4_temperature,
+    mlp,
+    rms,
+    rope,
+)
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.spec import Attention, ModelSpec
+
+
+class Kin(msgspec.Struct, frozen=True, kw_only=True):
+    """What an architecture assumes where its config.json is silent, and what it never says there."""
+
+    theta: float = 10000.0
+    interleaved: bool = False
+    eps: float = 1e-6
+    head_dim: int | None = None
+    tied: bool = False
+    act: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    output_bias: bool | None = None  # None: as the other three
+    no_rope_interval: int = 0
+
+
+KIN = {
+    "arcee": Kin(eps=1e-5, act="relu2", gated=False),
+    "ernie4_5": Kin(theta=500000.0, interleaved=True, eps=1e-5, head_dim=128, tied=True),
+    "granite": Kin(),
+    "helium": Kin(theta=100000.0, interleaved=True, eps=1e-8, head_dim=128, output_bias=False),
+    "internlm3": Kin(eps=1e-5, head_dim=128),
+    "ministral3": Kin(eps=1e-5, head_dim=128),
+    "seed_oss": Kin(head_dim=128, bias=True, output_bias=False),
+    "smollm3": Kin(theta=2000000.0, tied=True, no_rope_interval=4),
+}
+
+
+def _rotated(config: Config, kin: Kin) -> list[bool]:
+    """Which layers rotate: all, unless the file lists those that do, or every so many-th does not."""
+    count = config.size("num_hidden_layers")
+    interval = int(config.get("no_rope_layer_interval", kin.no_rope_interval))
+    default = [not interval or bool((index + 1) % interval) for index in range(count)]
+    listed = config.get("no_rope_layers", default)  # 1: the layer rotates
+    if len(listed) != count:
+        config.refuse("no_rope_layers", f"{len(listed)} entries", f"{count} entries, one a layer")
+    return [bool(one) for one in listed]
+
+
+def _windows(config: Config, rotated: list[bool]) -> list[int | None]:
+    window = config.get("sliding_window")
+    switch = config.get("use_sliding_window")
+    if "layer_types" in config:
+        return layer_windows(config, window)
+    if switch is not None:  # SmolLM3: only layers without rotation
+        return [window if switch and not one else None for one in rotated]
+    return [window] * len(rotated)
+
+
+def spec(config: Config) -> ModelSpec:
+    kin = KIN[config.need("model_type")]
+    shared = config.get("use_bias", config.get("bias", False))  # ERNIE, InternLM3: of all blocks
+    bias = bool(config.get("attention_bias", config.get("qkv_bias", shared or kin.bias)))
+    output_bias = bool(config.get("attention_out_bias", bias if kin.output_bias is None else kin.output_bias))
+    own = config.size("hidden_size") // config.size("num_attention_heads")
+    size = int(config.stated("head_dim", absent=kin.head_dim) or own)
+    positions = rope(config, size, kin.theta, kin.interleaved, read_elsewhere=("llama_4_scaling_beta",))
+    rotated = _rotated(config, kin)
+    windows = _windows(config, rotated)
+
+    def attention(index: int) -> Attention:
+        return gqa(
+            config,
+            head_dim=size,
+            scale=float(config.get("attention_multiplier", size**-0.5)),
+            rope=positions if rotated[index] else None,
+            window=windows[index],
+            qkv_bias=bias,
+            output_bias=output_bias,
+            temperature=llama4_temperature(config),
+        )
+
+    feed_forward = mlp(
+        config,
+        activation=activation(config, default=kin.act),
+        gated=kin.gated,
+        bias=bool(config.get("mlp_bias", shared)),
+    )
+    return decoder(
+        config,
+        str(config.get("model_type")),
+        attention,
+        lambda i: feed_forward,
+        norm=rms(config, kin.eps),
+        layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},
+        tie_default=kin.tied,
+        embed_scale=float(config.get("embedding_multiplier", 1.0)),
+        logit_scale=1.0 / config.positive("logits_scaling", config.get("logits_scaling", 1.0)),
+    )
+
+
+RULES = TRUNK + ATTENTION + DENSE
+FAMILY = Family(name="llama_kin", model_types=tuple(KIN), spec=spec, rules=RULES)

@@ -1,0 +1,28 @@
+"""Phi-3, Phi-3.5, Phi-4: Llama's layout with q, k, v in one tensor and gate, up in another; longrope, part rotated."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    FUSED_ATTENTION,
+    FUSED_DENSE,
+    TRUNK,
+    decoder,
+    gqa,
+    mlp,
+    rms,
+)
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.spec import ModelSpec
+
+
+def spec(config: Config) -> ModelSpec:
+    config.only("attention_bias", False, default=False)
+    config.get("original_max_position_embeddings")  # read with the rotary scaling, where there is one
+    attention = gqa(config, window=config.get("sliding_window"))
+    feed_forward = mlp(config)
+    return decoder(config, "phi3", lambda i: attention, lambda i: feed_forward, norm=rms(config, 1e-5))
+
+
+RULES = TRUNK + FUSED_ATTENTION + FUSED_DENSE + ATTENTION + DENSE
+FAMILY = Family(name="phi3", model_types=("phi3",), spec=spec, rules=RULES)
