@@ -188,6 +188,10 @@ class EventReader:
     def readings(self, after: int = 0) -> Iterator[tuple[int, Reading]]:
         return iter(self._ask(lambda connection: list(readings.all_readings(connection, after)), []))
 
+    def last_id(self) -> int:
+        """The id of the last reading; 0 without any."""
+        return self._ask(lambda connection: connection.execute("select max(id) from readings").fetchone()[0] or 0, 0)
+
     def series(self) -> list[Series]:
         """Everything that has readings."""
         return self._ask(readings.all_series, [])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.errors import Refused
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.serving.api import EngineInfo, EngineLike
 from firstlight.engine.serving.profile_data import PhaseProfile, RankProfile
+from firstlight.workbench.costs import BlockCost, block_costs
+from firstlight.workbench.plan import read_config
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 
@@ -33,13 +37,16 @@ def profile(
     room = max(1, info.max_context - decode_steps - 1)
     ranks: Sequence[RankProfile] = engine.profile(min(prompt_tokens, room), decode_steps, batch)
     _figures(draft, ranks, batch)
+    measured = None
     if bandwidth and "cpu" in info.device:
         progress("measure memory bandwidth")
-        _limit(draft, engine, ranks, info.mesh.world_size)
+        measured = _limit(draft, engine, ranks, info.mesh.world_size)
+    costs = {phase: _costs(info, tokens) for phase, tokens in (("prefill", ranks[0].prefill.tokens), ("decode", batch))}
     draft.table("steps", _step_rows(ranks))
     draft.table("operators", _operator_rows(ranks))
-    draft.table("layers", _layer_rows(ranks))
+    draft.table("layers", _layer_rows(ranks, costs, measured))
     draft.table("collectives", _collective_rows(ranks))
+    draft.table("timeline", _timeline_rows(ranks))
     return draft.close()
 
 
@@ -60,7 +67,7 @@ def _slowest(ranks: Sequence[RankProfile], phase: str) -> PhaseProfile:
     return found
 
 
-def _limit(draft: Draft, engine: EngineLike, ranks: Sequence[RankProfile], world_size: int) -> None:
+def _limit(draft: Draft, engine: EngineLike, ranks: Sequence[RankProfile], world_size: int) -> float:
     """Decode reads every weight once a step: bytes over bandwidth is the least time."""
     from firstlight.workbench.bandwidth import read_bandwidth
 
@@ -74,6 +81,7 @@ def _limit(draft: Draft, engine: EngineLike, ranks: Sequence[RankProfile], world
     share = 100 * least_ms / step_ms
     above = "; more: caches held a part, or memory was busy when it was measured" if share > 100 else ""
     draft.metric("decode_of_limit", share, "%", f"100 % is as fast as memory allows at batch 1{above}")
+    return measured
 
 
 NOT_READ = ("vision", "projector", "cache", "embedding")  # by a decode step; one row of the embedding is
@@ -109,15 +117,51 @@ def _operator_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
         yield {"operator": name, "prefill_ms": prefill.get(name), "decode_ms": decode.get(name)}
 
 
-def _layer_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
+def _costs(info: EngineInfo, tokens: int) -> dict[str, BlockCost]:
+    """What the blocks must read and compute; nothing where the model is not described by a family here."""
+    try:
+        spec, _ = FAMILIES.describe(read_config(info.checkpoint)[1])
+    except Refused:
+        return {}
+    return block_costs(spec, info.mesh, info.dtype, tokens)
+
+
+def _layer_rows(
+    ranks: Sequence[RankProfile], costs: Mapping[str, Mapping[str, BlockCost]], bandwidth: float | None
+) -> Iterator[dict[str, Any]]:
+    """A row a block and rank: time, bytes of weights and FLOPs of each phase, and decode as a part of its limit."""
+    share = bandwidth / len(ranks) if bandwidth else None  # ranks of one machine read side by side
     for rank in ranks:
         for name in dict.fromkeys((*rank.prefill.layers_ms, *rank.decode.layers_ms)):
+            cost, prefill = costs["decode"].get(name), costs["prefill"].get(name)
+            decode_ms = rank.decode.layers_ms.get(name)
+            limit_ms = 1e3 * cost.weight_bytes / share if cost is not None and share else None
             yield {
                 "rank": rank.rank,
                 "block": name,
                 "prefill_ms": rank.prefill.layers_ms.get(name),
-                "decode_ms": rank.decode.layers_ms.get(name),
+                "decode_ms": decode_ms,
+                "weight_bytes": cost.weight_bytes if cost else None,
+                "decode_flops": cost.flops if cost else None,
+                "prefill_flops": prefill.flops if prefill else None,
+                "decode_of_limit": 100 * limit_ms / decode_ms if limit_ms is not None and decode_ms else None,
             }
+
+
+def _timeline_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:
+    """What followed what in the last timed step of each phase, rank by rank; times count from the step's start."""
+    for phase in PHASES:
+        for rank in ranks:
+            for span in getattr(rank, phase).timeline:
+                yield {
+                    "phase": phase,
+                    "rank": rank.rank,
+                    "name": span.name,
+                    "kind": span.kind,
+                    "start_ms": span.start_ms,
+                    "duration_ms": span.duration_ms,
+                    "moved_bytes": span.nbytes,
+                }
 
 
 def _collective_rows(ranks: Sequence[RankProfile]) -> Iterator[dict[str, Any]]:

@@ -44,12 +44,23 @@ class LayerTap:
         self._tap = tap
         self._last_s = clock.now()
 
-    def __call__(self, name: str, value: Tensor) -> None:
+    def begin(self) -> float:
+        """The step starts now; the time on the clock."""
+        self._last_s = self._clock.now()
+        return self._last_s
+
+    def end(self) -> None:
+        """What came behind the last tap is the output head."""
+        self._book("head")
+
+    def _book(self, block: str) -> None:
         now_s = self._clock.now()
-        block = name if name.count(".") != 1 else f"{name}.ffn"
         self.layers_s[block] = now_s - self._last_s
         self.starts_s[block] = self._last_s
         self._last_s = now_s
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        self._book(name if name.count(".") != 1 else f"{name}.ffn")
         if self._tap is not None:
             self._tap(name, value)
 

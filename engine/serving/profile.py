@@ -90,8 +90,10 @@ class _Runner:
         rank.comms.world.barrier()
         recorder = rank.comms.recorder
         before, recorder.on = len(recorder.records), timed
-        started_s = clock.now()
-        seen.total_s, _ = clock.took(lambda: rank.model.forward(batch))
+        started_s = clock.now() if tap is None else tap.begin()
+        seen.total_s, logits_RV = clock.took(lambda: rank.model.forward(batch))
+        if tap is not None and logits_RV is not None:
+            tap.end()
         recorder.on = False
         seen.collectives = [
             (f"{record.operation} {record.axis}", record.nbytes, record.duration_s)

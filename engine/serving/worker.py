@@ -92,7 +92,10 @@ class Worker:
         tap = LayerTap(clock, batch.tap)
         before, recorder.on = len(recorder.records), True
         try:
+            tap.begin()
             seconds, logits_RV = clock.took(lambda: self.rank.model.forward(replace(batch, tap=tap)))
+            if logits_RV is not None:
+                tap.end()
         finally:
             recorder.on = False
             records = recorder.records[before:]

@@ -1,0 +1,334 @@
+"""What the pages show, read from run directories and live engines: one store a server, any number of pages.
+
+A `Follower` reads one run again and again while somebody looks at it; `Snapshot` is what it has found, as frozen data
+with a version that grows with every change. Views compare versions and draw; they read nothing themselves. No panel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.serving.api import EngineInfo, Health
+from firstlight.engine.serving.client import EngineClient
+from firstlight.engine.serving.host import Host
+from firstlight.workbench.bringup import ENGINE_FOLDER
+from firstlight.workbench.events import EventReader, ProgressEvent, RequestEvent
+from firstlight.workbench.progress import Pace
+from firstlight.workbench.readings import Bucket, Reading, Series
+from firstlight.workbench.report import Report
+from firstlight.workbench.runs import Run, RunRecord
+from firstlight.workbench.telemetry.sampler import Sampler
+
+POLL_S = 0.1
+HEALTH_S = 0.5
+KEPT = 120  # readings of a series that a page has at hand; older ones come from the file
+KEPT_REQUESTS = 200
+IDLE_S = 30.0  # after which a run that nobody looks at is read no more
+SILENT_S = 5.0  # without a reading of a live engine: whoever took readings is gone, and the store takes them
+
+SeriesKey = tuple[str, str, str]  # source, device, metric
+
+
+class Trail(msgspec.Struct, frozen=True, kw_only=True):
+    """The last readings of one series: times, values (None: there was none), and the last reading itself."""
+
+    last: Reading
+    times_s: tuple[float, ...]
+    values: tuple[float | None, ...]
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it is now. `version` grows with each change; the other numbers say which part changed last."""
+
+    directory: str
+    record: RunRecord
+    version: int = 0
+    reports_version: int = 0
+    readings_version: int = 0
+    reports: tuple[Report, ...] = ()
+    progress: Mapping[tuple[str, str], Pace] = {}
+    trails: Mapping[SeriesKey, Trail] = {}
+    requests: tuple[RequestEvent, ...] = ()
+    health: Health | None = None
+    info: EngineInfo | None = None
+
+    def latest(self, verb: str) -> Report | None:
+        """The last report of a verb."""
+        return next((report for report in reversed(self.reports) if report.verb == verb), None)
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine answers now."""
+        return self.health is not None and self.health.status in ("ready", "draining")
+
+    @property
+    def alarms(self) -> tuple[Reading, ...]:
+        return tuple(trail.last for trail in self.trails.values() if trail.last.alarm)
+
+
+class Follower:
+    """Reads one run. `snapshot` is replaced, never changed, so any thread may read it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        run = Run.attach(directory)
+        self.snapshot = Snapshot(directory=str(directory), record=run.record)
+        self._reader = EventReader(directory / "events.sqlite")
+        self._record_time: tuple[int, int] = (0, 0)
+        self._seen = {"progress": 0, "requests": 0, "readings": max(0, self._reader.last_id() - 20_000)}
+        self._progress: dict[tuple[str, str], Pace] = {}
+        self._trails: dict[SeriesKey, tuple[deque[float], deque[float | None], Reading]] = {}
+        self._requests: deque[RequestEvent] = deque(maxlen=KEPT_REQUESTS)
+        self._host: Host | None = None
+        self._sampler: Sampler | None = None
+        self._looked_s = 0.0
+        self.wanted_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def client(self) -> EngineClient | None:
+        """The engine of the run, while it answers."""
+        host = self._host
+        return host.client() if host is not None and self.snapshot.has_engine else None
+
+    def poll(self) -> None:
+        """Look once; called by one thread at a time."""
+        with self._lock:
+            changes: dict[str, object] = {}
+            if self._read_record():
+                run = Run.attach(self.directory)
+                changes |= {"record": run.record, "reports": run.reports()}
+                changes["reports_version"] = self.snapshot.reports_version + 1
+            if self._read_progress():
+                changes["progress"] = dict(self._progress)
+            if self._read_requests():
+                changes["requests"] = tuple(self._requests)
+            if self._read_readings():
+                changes |= {"trails": self._frozen_trails(), "readings_version": self.snapshot.readings_version + 1}
+            self._change(changes)
+
+    def look(self) -> None:
+        """Ask the engine how it is, which may take as long as its deadline; called by one thread at a time."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < HEALTH_S:
+            return
+        self._looked_s = now_s
+        changes = self._look_at_engine()
+        with self._lock:
+            self._change(changes)
+
+    def _change(self, changes: dict[str, object]) -> None:
+        if changes:
+            changes["version"] = self.snapshot.version + 1
+            self.snapshot = msgspec.structs.replace(self.snapshot, **changes)
+
+    def series(self) -> list[Series]:
+        return self._reader.series()
+
+    def span(self) -> tuple[float, float] | None:
+        return self._reader.span()
+
+    def history(self, series: Sequence[int], since_s: float, until_s: float, points: int) -> dict[int, list[Bucket]]:
+        """Older readings, downsampled by the database."""
+        return self._reader.history(series, since_s, until_s, points)
+
+    def close(self) -> None:
+        """Reads no more. The engine goes on."""
+        with self._lock:
+            if self._sampler is not None:
+                self._sampler.close()
+                self._sampler = None
+            if self._host is not None:
+                self._host.release()
+                self._host = None
+
+    def _read_record(self) -> bool:
+        try:
+            stat = (self.directory / "run.json").stat()
+        except OSError:
+            return False  # it is being replaced, or the run was removed; what was read stays
+        now = stat.st_mtime_ns, stat.st_ino
+        changed, self._record_time = now != self._record_time, now
+        return changed
+
+    def _read_progress(self) -> bool:
+        changed = False
+        for identifier, event in self._reader.progress(self._seen["progress"]):
+            self._seen["progress"], changed = identifier, True
+            key = event.rung, event.phase
+            known = self._progress.get(key)
+            begins = known is None or event.done < known.last.done
+            self._progress[key] = Pace(event if begins or known is None else known.first, event)
+        return changed
+
+    def _read_requests(self) -> bool:
+        changed = False
+        for identifier, event in self._reader.requests(self._seen["requests"]):
+            self._seen["requests"], changed = identifier, True
+            self._requests.append(event)
+        return changed
+
+    def _read_readings(self) -> bool:
+        changed = False
+        for identifier, one in self._reader.readings(self._seen["readings"]):
+            self._seen["readings"], changed = identifier, True
+            key = one.source, one.device, one.metric
+            if key not in self._trails:
+                self._trails[key] = deque(maxlen=KEPT), deque(maxlen=KEPT), one
+            times, values, _ = self._trails[key]
+            times.append(one.time_s)
+            values.append(one.value)
+            self._trails[key] = times, values, one
+        return changed
+
+    def _frozen_trails(self) -> dict[SeriesKey, Trail]:
+        return {
+            key: Trail(last=last, times_s=tuple(times), values=tuple(values))
+            for key, (times, values, last) in self._trails.items()
+        }
+
+    def _look_at_engine(self) -> dict[str, object]:
+        """What changed of its health, and what runs."""
+        health, before = self._health(), self.snapshot.health
+        changes: dict[str, object] = {} if _told(health) == _told(before) else {"health": health}
+        if health is not None and health.is_ready and self.snapshot.info is None and self._host is not None:
+            with contextlib.suppress(FirstlightError):  # it has just gone; the next look will say so
+                changes["info"] = self._host.client().info()
+        self._sample_if_nobody_does(health)
+        return changes
+
+    def _health(self) -> Health | None:
+        folder = self.directory / ENGINE_FOLDER
+        if self._host is None:
+            if not (folder / "host.json").exists():
+                return None
+            try:
+                self._host = Host(folder)
+            except Refused:
+                return None
+        try:
+            health = self._host.health()
+        except FirstlightError as error:
+            return Health(status="failed", stage=str(error))
+        if not self._host.is_alive() and health.status in ("starting", "ready", "draining"):
+            return Health(status="stopped", stage=health.stage)
+        return health
+
+    def _sample_if_nobody_does(self, health: Health | None) -> None:
+        """A detached engine has nobody who takes readings: while somebody looks, the store does."""
+        if health is None or not health.is_ready:
+            if self._sampler is not None:
+                self._sampler.close()
+                self._sampler = None
+            return
+        if self._sampler is None and time.time() - self._newest_s() > SILENT_S:
+            run = Run.attach(self.directory)
+            self._sampler = Sampler(run.events.put, self.client, 1.0).start()
+
+    def _newest_s(self) -> float:
+        return max((last.time_s for _, _, last in self._trails.values()), default=0.0)
+
+
+def _told(health: Health | None) -> object:
+    """What of an engine's health is worth drawing again for."""
+    if health is None:
+        return None
+    stages = tuple((stage.name, stage.status) for stage in health.stages)
+    return health.status, health.stage, stages, health.done, health.running, health.waiting, str(health.failure or "")
+
+
+class DataStore:
+    """The runs below `root`, and followers of those that somebody looks at."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).resolve()
+        self._followers: dict[str, Follower] = {}
+        self._records: dict[str, tuple[int, RunRecord]] = {}
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
+        self._lookers = ThreadPoolExecutor(4, thread_name_prefix="health")
+        self._looking: dict[str, Future[None]] = {}
+
+    def start(self) -> DataStore:
+        """Begins to follow in the background."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        with self._lock:
+            for follower in self._followers.values():
+                follower.close()
+            self._followers.clear()
+        self._lookers.shutdown(wait=False, cancel_futures=True)
+
+    def runs(self) -> list[tuple[str, RunRecord]]:
+        """Names and records of all runs, the latest first; those that cannot be read are left out."""
+        found: list[tuple[str, RunRecord]] = []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            try:
+                changed = (path / "run.json").stat().st_mtime_ns
+                known = self._records.get(path.name)
+                if known is None or known[0] != changed:
+                    known = changed, Run.attach(path).record
+                    self._records[path.name] = known
+                found.append((path.name, known[1]))
+            except (OSError, Refused):
+                continue
+        return sorted(found, key=lambda item: item[1].created, reverse=True)
+
+    def follow(self, name: str) -> Follower:
+        """The follower of a run by its folder's name; `Refused` for anything that is not a run of this root."""
+        if name != Path(name).name or name in ("", ".", "..") or not (self.root / name / "run.json").is_file():
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"there is no run {name!r} here",
+                    expected=f"a folder of {self.root.name} with a run.json",
+                    found="nothing of that name",
+                    next="choose a run from the list",
+                )
+            )
+        with self._lock:
+            if name not in self._followers:
+                follower = Follower(self.root / name)
+                follower.poll()
+                self._followers[name] = follower
+            follower = self._followers[name]
+        follower.wanted_s = time.monotonic()
+        return follower
+
+    def _work(self) -> None:
+        while not self._end.wait(POLL_S):
+            with self._lock:
+                followers = list(self._followers.items())
+            for name, follower in followers:
+                if time.monotonic() - follower.wanted_s > IDLE_S:
+                    with self._lock:
+                        self._followers.pop(name, None)
+                    follower.close()
+                    continue
+                try:
+                    follower.poll()
+                except Refused:
+                    continue  # the run is being written or was removed; what was read stays
+                if name not in self._looking or self._looking[name].done():
+                    self._looking[name] = self._lookers.submit(follower.look)
+
+
+def progress_rows(snapshot: Snapshot, rung: str | None = None) -> list[tuple[ProgressEvent, Pace]]:
+    """The latest event of every phase, of one rung or of all, in the order of their beginning."""
+    found = [(pace.last, pace) for (of, _), pace in snapshot.progress.items() if rung is None or of == rung]
+    return sorted(found, key=lambda item: item[1].first.time_s)
