@@ -12,6 +12,7 @@ from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Par
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
+from firstlight.engine.weights.formats.grid import Packed
 from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import Ledger, Region
 
@@ -33,7 +34,8 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A region of a stored tensor and its place: rows [row, row + shape[0]) of `storage`, or of `storage[expert]`.
 
-    `shape` is the local shape after `transpose`; `region` counts in the stored tensor.
+    `shape` is the local shape after `transpose`; `region` counts in the stored tensor, or in the weight that it is the
+    first tensor of, where it is `packed`.
     """
 
     param: str
@@ -44,6 +46,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     expert: int | None
     row: int
     shape: tuple[int, ...]
+    packed: Packed | None = None
 
 
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,4 +195,5 @@ def _piece(param: Param, local: Local, mesh: Mesh, row: int, ledger: Ledger) -> 
         expert=None if owner is None else owner.local_index(mesh.ep),
         row=row,
         shape=tuple(stop - start for start, stop in local.bounds),
+        packed=source.packed,
     )

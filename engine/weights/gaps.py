@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.spec import Param
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
+from firstlight.engine.weights.packed import FLOATS
 from firstlight.engine.weights.source import Source
 
-FLOATS = frozenset(("F32", "BF16", "F16", "F64"))
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", "_zero_point", "_zeros", "_g_idx")
-_MOST_RUNS = 4  # of numbers that are spelt out in a pattern
-
-
-def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names grouped by what is left when numbers are taken out."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[_NUMBER.sub("*", name)].append(name)
-    return dict(groups)
-
-
-def pattern_range(pattern: str, names: Iterable[str]) -> str:
-    """The pattern with the numbers that occur: `layers.{0..39}.mlp.gate.weight`, `layers.{0..2,7}.norm.weight`."""
-    numbers = [tuple(int(part) for part in _NUMBER.findall(name)) for name in names]
-    shown = pattern
-    for column in zip(*numbers, strict=True):
-        shown = shown.replace(".*", f".{_runs(sorted(set(column)))}", 1)
-    return shown
-
-
-def _runs(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if len(runs) > _MOST_RUNS:
-        return f"{{{len(numbers)} of {numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(str(low) if low == high else f"{low}..{high}" for low, high in runs) + "}"
 
 
 def shape_problem(tensor: TensorInfo, param: Param, source: Source) -> Problem | None:
@@ -59,13 +25,13 @@ def shape_problem(tensor: TensorInfo, param: Param, source: Source) -> Problem |
     if source.transpose:
         own[-2:] = own[:-3:-1]
     if not inside or any(size != 1 for size in sizes[: max(lead, 0)]) or tuple(own) != param.shape:
-        return ("shape-mismatch", _NUMBER.sub("*", param.name), str(list(param.shape)), str(list(tensor.shape)))
+        return ("shape-mismatch", pattern_of(param.name), str(list(param.shape)), str(list(tensor.shape)))
     return None
 
 
 def left_over(tensor: TensorInfo, filled: list[str], elements: int) -> Problem:
     """A tensor of several parameters of which a part goes nowhere."""
-    pattern = _NUMBER.sub("*", filled[0])
+    pattern = pattern_of(filled[0])
     return ("shape-mismatch", pattern, f"{elements:,} elements in {len(filled)} parameters", f"{list(tensor.shape)}")
 
 
@@ -73,13 +39,12 @@ def wrong(problem: Problem, where: list[tuple[str, str]], tensors: Mapping[str, 
     """One finding for all (tensor, parameter) with the same problem."""
     code, pattern, expected, found = problem
     names = [tensor for tensor, _ in where]
-    shown = "; ".join(pattern_range(p, group) for p, group in list(by_pattern(names).items())[:4])
     if code == "unsupported-format":
-        message = f"{len(names):,} tensors are stored as {found}, which is not read yet: {shown}"
-        way = "use an unquantized copy of the checkpoint"
+        message = f"{len(names):,} tensors are stored as {found}, and config.json does not say how to read that: {shown(names)}"
+        way = "fetch the release's own config.json with its quantization_config, or use an unquantized copy"
     else:
         has = "holds more than is taken by" if expected.endswith("parameters") else "does not have the shape of"
-        message = f"{shown} {has} {pattern_range(pattern, (param for _, param in where))}"
+        message = f"{shown(names)} {has} {pattern_range(pattern, (param for _, param in where))}"
         way = "config.json and weights belong to different releases, or the family misreads a key"
     return fatal(
         code,
@@ -129,18 +94,22 @@ def split_scales(unconsumed: Iterable[str], tensors: Mapping[str, TensorInfo]) -
 def scale_findings(
     scales: Mapping[str, str], consumed: Mapping[str, object], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[Finding]:
-    """Scales whose format is not read yet, scales of nothing, and 8-bit tensors without a scale though others have."""
+    """Scales that nothing announces, scales of nothing, and 8-bit tensors without a scale though others have."""
     paired = [name for name, owner in scales.items() if owner in consumed]
     alone = [name for name, owner in scales.items() if owner not in consumed]
     for pattern, names in by_pattern(paired).items():
+        plain = tensors[scales[names[0]]].dtype in FLOATS
         yield fatal(
-            "unsupported-format",
-            f"{pattern_range(pattern, names)}: {len(names):,} scales of quantized tensors, which are not read yet",
+            "unpaired-scale" if plain else "unsupported-format",
+            f"{pattern_range(pattern, names)}: {len(names):,} scales "
+            + ("beside tensors that are not quantized" if plain else "of tensors that config.json does not announce"),
             file=tensors[names[0]].file,
             tensors=tuple(names),
-            expected=", ".join(sorted(FLOATS)),
-            found=f"quantized tensors with scales in {tensors[names[0]].dtype}",
-            next="use an unquantized copy of the checkpoint",
+            expected="quantized tensors" if plain else "a quantization_config that says how they are stored",
+            found=f"tensors in {tensors[scales[names[0]]].dtype}",
+            next="fetch the release again: scales and tensors belong to different copies"
+            if plain
+            else "fetch the release's own config.json; how tensors are quantized is not guessed",
         )
     for pattern, names in by_pattern(alone).items():
         yield fatal(

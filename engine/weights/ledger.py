@@ -6,7 +6,8 @@ Less than 100 % on either side means no start. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -15,13 +16,14 @@ from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.grid import Packed
+from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
+from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.gaps import (
-    FLOATS,
     Problem,
-    by_pattern,
     left_over,
     missing_findings,
-    pattern_range,
     scale_findings,
     shape_problem,
     split_scales,
@@ -30,14 +32,22 @@ from firstlight.engine.weights.gaps import (
     wrong,
 )
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
+from firstlight.engine.weights.naming import by_pattern, pattern_range, shown
+from firstlight.engine.weights.packed import FLOATS, group, left_out, weight_name, with_columns
 from firstlight.engine.weights.padding import padded_findings
 from firstlight.engine.weights.source import Region, Source
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
+MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are stored
+
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """`sources`: parameter -> where it comes from. `consumed`: tensor -> parameters. `left_out`: tensor -> reason."""
+    """`sources`: parameter -> where it comes from. `consumed`: tensor -> parameters. `left_out`: tensor -> reason.
+
+    A quantized weight's tensors are consumed by the parameters that it fills, scales and all.
+    """
 
     sources: dict[str, Source]
     consumed: dict[str, tuple[str, ...]]
@@ -73,13 +83,36 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher) -> Ledger
     """Matches every tensor to parameters and back; nothing is guessed.
 
     Nothing is read but two tied heads, and the tails of padded tensors.
+    Quantized weights are put together first, codes with their scales, as the configuration and the headers have them.
     """
     params = {param.name: param for param in spec.parameters()}
-    book = _Book(params, checkpoint)
+    scheme, findings = _scheme(checkpoint)
+    grouped = group(checkpoint.tensors, scheme)
+    book = _Book(params, checkpoint, scheme)
+    book.findings.extend((*findings, *grouped.findings))
     for tensor in checkpoint.tensors.values():
-        book.enter(tensor, matcher.match(tensor.name))
+        if tensor.name in grouped.companions:
+            continue
+        packed = grouped.weights.get(tensor.name)
+        if packed is not None:
+            book.enter_packed(tensor, packed, matcher.match(packed.name))
+        else:
+            broken = grouped.broken.get(tensor.name)
+            book.enter(tensor, matcher.match(broken or tensor.name), sound=broken is None)
+    book.leave_out(grouped.companions)
     book.settle_head(spec)
     return book.close(spec, _lost(checkpoint, matcher, params))
+
+
+def _scheme(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
+    """What the configuration says about storage, or why that is not read here."""
+    try:
+        beside = None
+        if MODELOPT in checkpoint.side_files:
+            beside, _ = read_object(Path(checkpoint.directory), MODELOPT, CONFIG_LIMIT_BYTES)
+        return announced(checkpoint.config, beside), ()
+    except Refused as refused:
+        return Scheme(), refused.findings
 
 
 def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param]) -> dict[str, str]:
@@ -87,7 +120,7 @@ def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param])
     found: dict[str, str] = {}
     for finding in checkpoint.findings:
         for name in finding.tensors if finding.severity == "fatal" and finding.file else ():
-            match = matcher.match(name) if name not in checkpoint.tensors else None
+            match = matcher.match(weight_name(name) or name) if name not in checkpoint.tensors else None
             for param in match.params if match else ():
                 if "{e}" not in param:
                     found[param] = finding.file or ""
@@ -100,9 +133,10 @@ def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param])
 class _Book:
     """The account while it is being written."""
 
-    def __init__(self, params: Mapping[str, Param], checkpoint: Checkpoint) -> None:
+    def __init__(self, params: Mapping[str, Param], checkpoint: Checkpoint, scheme: Scheme) -> None:
         self.params = params
         self.checkpoint = checkpoint
+        self.scheme = scheme
         self.sources: dict[str, Source] = {}
         self.consumed: dict[str, tuple[str, ...]] = {}
         self.left_out: dict[str, str] = {}
@@ -112,8 +146,11 @@ class _Book:
         self.twice: list[tuple[str, str]] = []
         self.padded: dict[str, int] = {}  # tensor -> rows that are its parameter
         self.regions: dict[tuple[int, ...], Region] = {}
+        self.plain: list[str] = []  # though announced as quantized
+        self.companions: set[str] = set()
 
-    def enter(self, tensor: TensorInfo, match: Match | None) -> None:
+    def enter(self, tensor: TensorInfo, match: Match | None, sound: bool = True) -> None:
+        """A tensor that is a weight as it is; one that is not `sound` has been found wrong already."""
         if match is None:
             self.unconsumed.append(tensor.name)
             return
@@ -122,48 +159,121 @@ class _Book:
             return
         if not match.rule.stacked and len(match.params) == 1 and self._whole(tensor, match):
             return
+        filled = self._fill(tensor, match, None) if sound else self._broken(tensor, match)
+        if filled and sound and tensor.dtype not in FLOATS:
+            self._wrong(("unsupported-format", "", ", ".join(sorted(FLOATS)), tensor.dtype), tensor, filled[0])
+
+    def enter_packed(self, main: TensorInfo, packed: Packed, match: Match | None) -> None:
+        """A weight that lies in several tensors, of which `main` is the first."""
+        if match is None or not match.params:
+            for part in packed.tensors:
+                if match is None:
+                    self.unconsumed.append(part.name)
+                else:
+                    self.left_out[part.name] = match.rule.reason
+            return
+        param = self.params.get(match.params[0].replace("{e}", "0"))
+        if param is not None and packed.format.padding > 1:
+            packed = with_columns(packed, param.shape[-1]) or packed
+        filled: Sequence[str] = ()
+        if len(match.params) == 1 and not match.rule.stacked and not packed.format.swapped:
+            filled = match.params if self._whole(main, match, packed) else ()
+        filled = filled or self._fill(main, match, packed)
+        for part in packed.tensors[1:] if filled else ():
+            self.consumed[part.name] = tuple(filled)
+        if not filled:
+            self.unconsumed.extend(part.name for part in packed.tensors[1:])
+
+    def _fill(self, tensor: TensorInfo, match: Match, packed: Packed | None) -> list[str]:
+        """Enters each parameter that a tensor, or the weight it is the first of, fills; returns their names."""
         filled: list[str] = []
         sound, elements = True, 0
-        for name, source in expand(tensor, match, self.params):
+        seen = tensor if packed is None else msgspec.structs.replace(tensor, shape=_rule_shape(packed))
+        for name, source in expand(seen, match, self.params):
             param = self.params.get(name)
             if param is None:
                 continue
             if name in self.sources:
                 self.twice.append((name, tensor.name))
-            elif problem := shape_problem(tensor, param, source):
+            elif problem := shape_problem(seen, param, source):
                 self._wrong(problem, tensor, name)
                 sound = False
             filled.append(name)
             elements += param.elements
-            self.sources.setdefault(name, source)
+            self.sources.setdefault(name, source if packed is None else _of_packed(source, packed))
         if not filled:
             self.unconsumed.append(tensor.name)
-            return
+            return filled
         self.consumed[tensor.name] = tuple(filled)
-        if sound and elements != math.prod(tensor.shape):
-            self._wrong(left_over(tensor, filled, elements), tensor, filled[0])
-        if tensor.dtype not in FLOATS:
-            self._wrong(("unsupported-format", "", ", ".join(sorted(FLOATS)), tensor.dtype), tensor, filled[0])
+        if sound and elements != math.prod(seen.shape):
+            self._wrong(left_over(seen, filled, elements), tensor, filled[0])
+        return filled
 
-    def _whole(self, tensor: TensorInfo, match: Match) -> bool:
+    def _broken(self, tensor: TensorInfo, match: Match) -> list[str]:
+        """Enters what a weight that cannot be put together would have filled: why it cannot is a finding already."""
+        filled = [name for name in self.params if name in match.params or _is_one_of(name, match.params)]
+        for name in filled:
+            self.sources.setdefault(name, Source(tensor.name, ()))
+        self.consumed[tensor.name] = tuple(filled)
+        return filled
+
+    def _whole(self, tensor: TensorInfo, match: Match, packed: Packed | None = None) -> bool:
         """Enters a tensor that is one whole parameter, as most are; False when anything about it is unusual."""
         (name,) = match.params
         param = self.params.get(name)
-        if param is None or name in self.sources or tensor.dtype not in FLOATS or match.rule.transpose:
+        shape = tensor.shape if packed is None else packed.shape
+        if param is None or name in self.sources or match.rule.transpose:
             return False
-        if match.rule.unpad and _is_longer(tensor.shape, param.shape):
+        if packed is None and tensor.dtype not in FLOATS:
+            return False
+        if packed is None and match.rule.unpad and _is_longer(shape, param.shape):
             self.padded[tensor.name] = param.shape[0]
             self.sources[name] = Source(tensor.name, tuple((0, size, 1) for size in param.shape))
             self.consumed[tensor.name] = match.params
             return True
-        if tensor.shape != param.shape:
+        if shape != param.shape:
             return False
-        region = self.regions.get(tensor.shape)
+        region = self.regions.get(shape)
         if region is None:
-            region = self.regions[tensor.shape] = tuple((0, size, 1) for size in tensor.shape)
-        self.sources[name] = Source(tensor.name, region)
+            region = self.regions[shape] = tuple((0, size, 1) for size in shape)
+        self.sources[name] = Source(tensor.name, region, packed=packed)
         self.consumed[tensor.name] = match.params
+        if packed is None and len(shape) == 2 and param.role in QUANTIZED_ROLES:
+            self._not_quantized(tensor)
         return True
+
+    def _not_quantized(self, tensor: TensorInfo) -> None:
+        if self.scheme.groups and self.scheme.of(tensor.name.removesuffix(".weight")) is not None:
+            self.plain.append(tensor.name)
+
+    def leave_out(self, companions: set[str]) -> None:
+        """Of what nobody consumes: scales of activations and caches, which have a reason, and scales of the broken."""
+        self.companions = {name for name in companions if name not in self.consumed and name not in self.left_out}
+        unknown = []
+        for name in self.unconsumed:
+            reason = left_out(name) if self.scheme.method else None
+            if reason is None:
+                unknown.append(name)
+            else:
+                self.left_out[name] = reason
+        self.unconsumed = unknown
+        if self.plain:
+            self.findings.append(self._said_quantized())
+
+    def _said_quantized(self) -> Finding:
+        """Modules that the configuration counts among the quantized, stored plain: headers are the truth."""
+        none = all(source.packed is None for source in self.sources.values())
+        say = warning if none else note
+        return say(
+            "conflicting-flag",
+            f"{shown(self.plain)}: {len(self.plain):,} tensors are stored plain, though config.json counts them among "
+            f"the quantized ({self.scheme.method}); read as stored",
+            file="config.json",
+            tensors=tuple(self.plain),
+            expected=", ".join(format_.describe() for format_ in self.scheme.formats),
+            found=self.checkpoint.tensors[self.plain[0]].dtype,
+            next="remove quantization_config if the copy was unpacked" if none else "nothing: headers are the truth",
+        )
 
     def _wrong(self, problem: Problem, tensor: TensorInfo, param: str) -> None:
         self.problems.setdefault(problem, []).append((tensor.name, param))
@@ -209,6 +319,7 @@ class _Book:
         self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
         self.findings.extend(padded_findings(self.checkpoint, self.padded))
         self.findings.extend(twice_findings(self.twice, self.sources, tensors))
+        self.consumed.update((name, ()) for name in self.companions - self.consumed.keys() - self.left_out.keys())
         scales, unknown = split_scales(self.unconsumed, tensors)
         self.findings.extend(scale_findings(scales, self.consumed, tensors))
         self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head, lost))
@@ -226,6 +337,26 @@ class _Book:
 def _is_longer(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether there are more rows than wanted, each of the shape that is wanted."""
     return len(stored) == len(wanted) > 0 and stored[1:] == wanted[1:] and stored[0] > wanted[0]
+
+
+def _rule_shape(packed: Packed) -> tuple[int, ...]:
+    """The shape of the tensor that rules speak of."""
+    shape = packed.shape
+    return (*shape[:-2], shape[-1], shape[-2]) if packed.format.swapped else shape
+
+
+def _of_packed(source: Source, packed: Packed) -> Source:
+    """The source in [..., rows, columns] of the weight."""
+    region, transpose = source.region, source.transpose
+    if packed.format.swapped and len(region) > 1:
+        region, transpose = (*region[:-2], region[-1], region[-2]), not transpose
+    return Source(source.tensor, region, transpose, packed=packed)
+
+
+def _is_one_of(name: str, params: tuple[str, ...]) -> bool:
+    """Whether a parameter is an expert's of a stacked tensor."""
+    parts = [param.split("{e}", 1) for param in params if "{e}" in param]
+    return any(name.startswith(start) and name.endswith(end) for start, end in parts)
 
 
 def equal_tensors(checkpoint: Checkpoint, first: str, second: str, step_bytes: int = 8 << 20) -> bool:

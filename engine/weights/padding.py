@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.gaps import by_pattern, pattern_range
+from firstlight.engine.weights.naming import by_pattern, pattern_range
 
 
 def padded_findings(checkpoint: Checkpoint, rows: dict[str, int]) -> Iterator[Finding]:

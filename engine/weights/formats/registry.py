@@ -1,15 +1,21 @@
-"""Which storage format a configuration announces. No torch."""
+"""Sizes of a model as its configuration says it is stored: what planning asks of storage formats. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any, Protocol, TypeGuard
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import product
+from typing import Any, Protocol
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.model.rules import WeightRule
 from firstlight.engine.model.spec import Param
-from firstlight.engine.weights.formats.fp8_block import Fp8Block
+from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.grid import Box, Format
 from firstlight.engine.weights.formats.plain import Plain
+from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
+from firstlight.engine.weights.header import dtype_bytes
+
+QUANTIZED_ROLES = frozenset(("attention", "mlp", "expert"))
 
 
 class StoredFormat(Protocol):
@@ -25,38 +31,122 @@ class StoredFormat(Protocol):
         """Bytes of the part of `param` that has `shape` and begins at `start` (None: at its beginning)."""
 
 
-def stored_format(config: Mapping[str, Any], dtype: str) -> StoredFormat:
-    """The format of a raw `config.json`; refused by name when sizes of it are not known."""
-    text = config.get("text_config")
-    quantization = config.get("quantization_config") or (_mapping(text).get("quantization_config"))
-    if not quantization:
-        return Plain(dtype)
-    method, block = _mapping(quantization).get("quant_method"), _mapping(quantization).get("weight_block_size")
-    if method == "fp8" and _is_block(block):
-        kept = _mapping(quantization).get("modules_to_not_convert") or ()
-        return Fp8Block(dtype, (block[0], block[1]), tuple(str(name) for name in kept))
-    what = _what(quantization)
-    raise Refused(
-        fatal(
-            "unsupported-format",
-            f"quantization {method!r} is not known here: {what}",
-            file="config.json",
-            expected="no quantization_config, or quant_method fp8 with weight_block_size",
-            found=what,
-            next="write engine/weights/formats/<format>.py; sizes are not guessed",
-        )
-    )
+def stored_format(config: Mapping[str, Any], dtype: str, rules: Iterable[WeightRule] = ()) -> StoredFormat:
+    """How a raw `config.json` says the weights are stored; `rules` tell which module a parameter is.
+
+    Raises `Refused` by name for a format that is not known.
+    """
+    scheme = announced(config)
+    return Quantized(dtype, scheme, rules) if scheme.groups else Plain(dtype)
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+class Quantized:
+    """Linear modules as the scheme has them, everything else in `dtype`."""
+
+    def __init__(self, dtype: str, scheme: Scheme, rules: Iterable[WeightRule] = ()) -> None:
+        self.dtype = dtype
+        self.scheme = _of_first_experts(scheme)
+        self._names = TensorNames(rules)
+        self._by_layer = _patterns_by_layer(self.scheme)
+        self._roles = QUANTIZED_ROLES | ({"head"} if scheme.head else set())
+        self._formats: dict[str, Format | None] = {}
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The formats by name."""
+        return tuple(dict.fromkeys(format_.describe() for format_ in self.scheme.formats))
+
+    def layer_key(self, layer: int) -> Hashable:
+        """The patterns of the scheme that name the layer."""
+        return self._by_layer.get(str(layer), frozenset()), layer if _has_numbered_expressions(self.scheme) else None
+
+    def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
+        """Whether shards of `shape` begin and end between blocks."""
+        found = self.format_of(param)
+        return found is None or found.is_even(param.shape, shape)
+
+    def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
+        """Bytes of a part of `param`, scales included; a block that is cut keeps its scale on both sides."""
+        found = self.format_of(param)
+        if found is None:
+            return dtype_bytes(param.dtype or self.dtype, _count(shape))
+        first = start or (0,) * len(shape)
+        box: Box = tuple((begin, begin + size) for begin, size in zip(first, shape, strict=True))
+        return found.nbytes(param.shape, box) if _count(shape) else 0
+
+    def format_of(self, param: Param) -> Format | None:
+        """The format of a parameter; None: stored plain."""
+        if len(param.shape) != 2 or param.role not in self._roles or not param.name.endswith("weight"):
+            return None
+        key = param.name if self.scheme.numbered else re.sub(r"\d+", "0", param.name)
+        if key not in self._formats:
+            names = self._names.of(param.name) or (param.name,)
+            found = [self.scheme.of(name.removesuffix(".weight")) for name in names]
+            self._formats[key] = None if None in found else found[0]
+        return self._formats[key]
 
 
-def _is_block(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+class TensorNames:
+    """Weight rules read from right to left: the tensors that a parameter may be stored under."""
+
+    def __init__(self, rules: Iterable[WeightRule]) -> None:
+        self._patterns: dict[str, list[tuple[re.Pattern[str], str]]] = {}
+        for rule in rules:
+            for param in rule.params:
+                pattern = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(param)))
+                for tensor in _choices(rule.tensor):
+                    self._patterns.setdefault(re.sub(r"\{\w+\}|\d+", "#", param), []).append((pattern, tensor))
+
+    def of(self, param: str) -> tuple[str, ...]:
+        """All names, by any rule; those of an extra prediction layer as of the layer behind the last."""
+        param = re.sub(r"^mtp\.", "layers.", param)
+        found = []
+        for pattern, tensor in self._patterns.get(re.sub(r"\d+", "#", param), ()):
+            numbers = pattern.fullmatch(param)
+            if numbers is not None:
+                found.append(re.sub(r"\{(\w+)\}", lambda name, n=numbers: n[name[1]], tensor))  # type: ignore[misc]
+        return tuple(found)
 
 
-def _what(quantization: object) -> str:
-    if not isinstance(quantization, Mapping):
-        return f"quantization_config is {type(quantization).__name__}, not an object"
-    return ", ".join(f"{key} = {value}" for key, value in quantization.items() if isinstance(value, str | int | float))
+def _choices(tensor: str) -> list[str]:
+    """A tensor pattern with each of its alternatives: `(model.|)norm` is `model.norm` and `norm`."""
+    pieces = re.split(r"\(([^)]*)\)", tensor)
+    options = [piece.split("|") if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*options)]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _of_first_experts(scheme: Scheme) -> Scheme:
+    """Experts are counted by the first: one that stays plain counts for all, so that no plan holds too little."""
+
+    def first(modules: Modules) -> Modules:
+        return Modules(re.sub(r"\bexperts\.\d+(?=\.|$)", "experts.0", pattern) for pattern in modules.patterns)
+
+    groups = tuple(Group(g.format, first(g.targets) if g.targets is not None else None) for g in scheme.groups)
+    return Scheme(scheme.method, groups, first(scheme.kept), scheme.head)
+
+
+def _all_patterns(scheme: Scheme) -> tuple[str, ...]:
+    targets = [pattern for group in scheme.groups if group.targets is not None for pattern in group.targets.patterns]
+    return (*scheme.kept.patterns, *targets)
+
+
+def _patterns_by_layer(scheme: Scheme) -> dict[str, frozenset[str]]:
+    """By layer, what names it and nothing else, without its number."""
+    found: dict[str, set[str]] = {}
+    for pattern in _all_patterns(scheme):
+        layer = re.search(r"(?:^|\.)layers\.(\d+)(?=\.|$)", pattern)
+        if layer:
+            found.setdefault(layer[1], set()).add(pattern[: layer.start(1)] + "#" + pattern[layer.end(1) :])
+    return {number: frozenset(patterns) for number, patterns in found.items()}
+
+
+def _has_numbered_expressions(scheme: Scheme) -> bool:
+    """Whether a regular expression speaks of numbers, so that layers cannot be told to be alike."""
+    return any(re.search(r"\d", p) for p in _all_patterns(scheme) if p.startswith("re:") or re.search(r"[\[({\\]", p))

@@ -21,7 +21,7 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import on_stage, rank_pieces
 from firstlight.engine.parallel.placement import localize
 from firstlight.engine.parallel.plan import make_plan
-from firstlight.engine.weights import loader
+from firstlight.engine.weights import loader, placing
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.ledger import Ledger, account
@@ -177,7 +177,7 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("staging_bytes", [16 << 20, 700])
 def test_unusual_storage(odd: Written, mesh: Mesh, staging_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacked, split, in turns, transposed, in any mesh; with a staging buffer that holds all, or a few rows."""
-    monkeypatch.setattr(loader, "STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr(placing, "STAGING_BYTES", staging_bytes)
     for rank in range(mesh.world_size):
         same(odd.load(mesh, rank), expected(odd.spec, odd.values, mesh, rank))
 
@@ -207,7 +207,7 @@ def test_of_a_wide_row_only_the_share_of_the_rank_is_read(dtype: str, tmp_path: 
 
 
 def test_progress_counts_what_is_read_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "GROUP_BYTES", 1)  # layers as large as a release's, each read by itself
+    monkeypatch.setattr(loader, "JOB_BYTES", 1)  # every step is read by itself
     written = Written(dict(TINY["llama"].config), tmp_path)
     told: list[LoadProgress] = []
     weights = written.load(Mesh(tp=2), 1, progress=told.append)
@@ -264,7 +264,7 @@ def test_a_file_that_changes_under_the_load_is_refused(how: str, tmp_path: Path)
 def test_memory_stays_within_weights_and_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converted pieces pass through the staging buffer, never more of them at a time than it holds."""
     sizes: list[int] = []
-    monkeypatch.setattr(loader, "STAGING_BYTES", 64 << 10)
+    monkeypatch.setattr(placing, "STAGING_BYTES", 64 << 10)
     empty = torch.empty
 
     def watch(*args: Any, **options: Any) -> torch.Tensor:

@@ -1,0 +1,173 @@
+"""What a configuration announces: `quantization_config` of every tool that is read here, as a scheme. No torch.
+
+Nothing is guessed: a tool, a layout or an option that is not listed is refused by name, with what is known about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeGuard
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.weights.formats.awq import Awq
+from firstlight.engine.weights.formats.compressed import compressed_tensors
+from firstlight.engine.weights.formats.fp8 import Fp8
+from firstlight.engine.weights.formats.gptq import Gptq
+from firstlight.engine.weights.formats.grid import WHOLE, Format
+from firstlight.engine.weights.formats.modelopt import modelopt
+from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
+from firstlight.engine.weights.formats.refusing import Options, mapping, refuse
+from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
+
+LEVELS = ("text_config", "language_config", "llm_config", "thinker_config")
+KEYS = ("quantization_config", "compression_config")
+KNOWN = {  # tools that are not read here -> what they do
+    "bitsandbytes": "NF4, FP4 or INT8 codes with nested scales, in a layout of its own that only its kernels read",
+    "aqlm": "additive codebooks; weights are sums of looked-up vectors",
+    "auto-round": "GPTQ or AWQ words, said by packing_format, with settings that differ from module to module",
+    "bitnet": "ternary weights, four in a byte, with one scale a tensor",
+    "eetq": "INT8 in an order for its GPU kernels",
+    "fp_quant": "MXFP4 or NVFP4 of rotated weights: the rotation must be undone",
+    "gguf": "blocks of llama.cpp, in a file format of its own",
+    "higgs": "codebooks of rotated weights",
+    "hqq": "half-quadratic codes with zero points in floats, pickled",
+    "quanto": "weights quantized when they are loaded",
+    "quark": "AMD's exporter: FP8, MXFP4 or INT4, by its own layer_quant_config",
+    "spqr": "3-bit codes with sparse outliers",
+    "torchao": "tensor subclasses of torch, flattened",
+    "vptq": "vector codebooks",
+}
+
+
+def announced(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Scheme:
+    """The scheme of a raw `config.json`; `beside` is ModelOpt's `hf_quant_config.json` where there is one.
+
+    Raises `Refused` (unsupported-format, config-invalid) with the tool's name for what is not read here.
+    """
+    found = _announcement(config)
+    if found is None:
+        if not beside:
+            return Scheme()
+        found = {"quant_method": "modelopt", **mapping(beside)}
+    if not isinstance(found, Mapping):
+        refuse("quantization_config", found, "an object, or nothing")
+    method = found.get("quant_method") or _implied(found)
+    reader = READERS.get(str(method).lower())
+    if reader is None:
+        _unknown(method, found)
+    return reader(Options(found), config)
+
+
+def _announcement(config: Mapping[str, Any]) -> Any:
+    for level in (config, *(mapping(config.get(key)) for key in LEVELS)):
+        for key in KEYS:
+            if level.get(key):
+                return level[key]
+    return None
+
+
+def _implied(found: Mapping[str, Any]) -> str | None:
+    """The tool of a configuration that does not name it, by a key that only one tool writes."""
+    if "config_groups" in found:
+        return "compressed-tensors"
+    return "modelopt" if "quant_algo" in found else None
+
+
+def _unknown(method: object, found: Mapping[str, Any]) -> NoReturn:
+    what = ", ".join(f"{key} = {value}" for key, value in found.items() if isinstance(value, str | int | float))
+    about = KNOWN.get(str(method).lower(), "nothing is known about it here")
+    raise Refused(
+        fatal(
+            "unsupported-format",
+            f"quantization {method!r} is not read here: {about}",
+            file="config.json",
+            expected="none, or quant_method " + ", ".join(sorted(READERS)),
+            found=what or "no options",
+            next="write engine/weights/formats/<format>.py, or use another copy of the release; nothing is guessed",
+        )
+    )
+
+
+def _fp8(options: Options, config: Mapping[str, Any]) -> Scheme:
+    """transformers' and vLLM's `fp8`: 128 x 128 blocks, or one scale a tensor or row where no block size is given."""
+    code = options.one_of("fmt", {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3"}, "e4m3")
+    block = options.get("weight_block_size")
+    if block is not None and not is_block(block):
+        refuse("weight_block_size", block, "two positive numbers, rows and columns")
+    size = (block[0], block[1]) if block is not None else (WHOLE, WHOLE)
+    kept = options.names("modules_to_not_convert") or options.names("ignored_layers")
+    experts = config.get("expert_dtype") or mapping(config.get("text_config")).get("expert_dtype")
+    experts = options.get("expert_dtype", experts)
+    if experts is None:
+        return Scheme("fp8", (Group(Fp8(block=size, code=code, suffix="weight_scale_inv")),), Modules(kept))
+    if experts not in ("fp4", "fp8"):
+        refuse("expert_dtype", experts, "fp4 or fp8")
+    every = Group(Fp8(block=size, code=code, suffix="scale", scale="F8_E8M0"))
+    fp4 = Group(MxFp4(names=("weight", "scale"), scale="F8_E8M0"), Modules(("experts",)))
+    return Scheme("fp8", (fp4, every) if experts == "fp4" else (every,), Modules(kept))
+
+
+def is_block(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+
+
+def _fbgemm(options: Options, config: Mapping[str, Any]) -> Scheme:
+    kept = Modules(options.names("modules_to_not_convert"))
+    return Scheme("fbgemm_fp8", (Group(Fp8(block=(1, WHOLE))),), kept)
+
+
+def _mxfp4(options: Options, config: Mapping[str, Any]) -> Scheme:
+    """gpt-oss: experts alone."""
+    kept = Modules(options.names("modules_to_not_convert"))
+    return Scheme("mxfp4", (Group(MxFp4Blocks(), Modules(("experts",))),), kept)
+
+
+def _awq(options: Options, config: Mapping[str, Any]) -> Scheme:
+    options.only("bits", options.get("bits", options.get("w_bit", 4)), (4,))
+    options.only("zero_point", options.get("zero_point", True), (True,))
+    version = str(options.get("version", "gemm")).lower()
+    if version != "gemm":
+        options.unsupported("version", version, "gemm: the words of gemv, marlin and exllama have another order")
+    group = options.group(options.get("group_size", options.get("q_group_size", 128)))
+    return Scheme("awq", (Group(Awq(group=group)),), Modules(options.names("modules_to_not_convert")))
+
+
+def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
+    bits = options.get("bits", 4)
+    options.only("bits", bits, (2, 4, 8))
+    form = options.get("checkpoint_format", options.get("format")) or "gptq"
+    options.only("checkpoint_format", form, ("gptq", "gptq_v2"))
+    options.only("is_marlin_format", bool(options.get("is_marlin_format", False)), (False,))
+    options.only("pack_dtype", options.get("pack_dtype", "int32"), ("int32",))
+    kept = list(options.names("modules_to_not_convert"))
+    for pattern, change in mapping(options.get("dynamic")).items():
+        if not pattern.startswith("-:"):
+            options.unsupported("dynamic", f"{pattern}: {change}", "settings that are the same for every module")
+        kept.append("re:.*?" + pattern.removeprefix("-:"))
+    inside = [name for names in options.get("modules_in_block_to_quantize") or () for name in _flat(names)]
+    format_: Format = Gptq(
+        bits=bits,
+        group=options.group(options.get("group_size", 128)),
+        zero_offset=0 if form == "gptq_v2" else 1,
+    )
+    group = Group(format_, Modules(inside) if inside else None)
+    return Scheme("gptq", (group,), Modules(kept), head=bool(options.get("lm_head", False)))
+
+
+def _flat(names: object) -> list[str]:
+    return [str(name) for name in names] if isinstance(names, list) else [str(names)]
+
+
+Reader = Callable[[Options, Mapping[str, Any]], Scheme]
+READERS: Mapping[str, Reader] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "mxfp4": _mxfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": compressed_tensors,
+    "modelopt": modelopt,
+    "modelopt_fp4": modelopt,
+    "modelopt_mixed": modelopt,
+}

@@ -1,0 +1,100 @@
+"""compressed-tensors: groups of modules, each with a layout. No torch.
+
+Source: https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from firstlight.engine.weights.formats.fp8 import Fp8
+from firstlight.engine.weights.formats.grid import WHOLE, Format
+from firstlight.engine.weights.formats.int8 import Int8
+from firstlight.engine.weights.formats.mxfp4 import MxFp4
+from firstlight.engine.weights.formats.nvfp4 import NvFp4
+from firstlight.engine.weights.formats.packed_int import PackedInt
+from firstlight.engine.weights.formats.refusing import Options, mapping, refuse
+from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
+
+UNKNOWN = "nothing is known about it here"
+KNOWN = {  # layouts that are not read here -> what they are
+    "marlin-24": "INT4 with 2:4 sparsity, in an order for the Marlin kernels",
+    "sparse-24-bitmask": "2:4 sparse weights with a bit mask",
+    "sparse-bitmask": "sparse weights with a bit mask",
+    "mxfp6-pack-quantized": "6-bit codes over byte boundaries",
+}
+
+
+def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a compressed-tensors configuration. Raises `Refused` for layouts that are not read here."""
+    sparse = mapping(options.get("sparsity_config")).get("format", "dense")
+    if sparse != "dense":
+        options.unsupported("sparsity_config.format", sparse, f"dense; {KNOWN.get(sparse, UNKNOWN)}")
+    if mapping(options.get("transform_config")).get("config_groups"):
+        options.unsupported("transform_config", "rotations", "none: activations would have to be rotated as well")
+    groups = []
+    for raw in mapping(options.get("config_groups")).values():
+        group = mapping(raw)
+        if not group.get("weights"):
+            continue  # activations or caches alone
+        format_ = _format(options, group.get("format") or options.get("format", ""), mapping(group["weights"]))
+        if format_ is not None:
+            groups.append(Group(format_, _targets(group.get("targets"))))
+    if not groups and options.get("format") not in (None, "dense") and "config_groups" not in options.raw:
+        refuse("config_groups", None, "groups of modules and how each is stored")
+    return Scheme("compressed-tensors", tuple(groups), Modules(options.names("ignore")), head=True)
+
+
+def _targets(raw: object) -> Modules | None:
+    """Names of modules; None where a class of modules is named, of which linear ones are meant."""
+    names = [str(name) for name in raw] if isinstance(raw, list | tuple) else []
+    classes = [name for name in names if not name.startswith("re:") and name[:1].isupper() and "." not in name]
+    return Modules(names) if names and not classes else None
+
+
+def _format(options: Options, layout: str, weights: Mapping[str, Any]) -> Format | None:
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
+    if layout == "dense":
+        return None
+    if layout in ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"):
+        options.only("weights.num_bits", bits, (8,))
+        if layout == "mxfp8-quantized":
+            return Fp8(block=(1, 32), scale="U8")
+        if kind == "float":
+            return Fp8(block=_block(weights), scale="BF16")
+        return Int8(block=_block(weights), zero_point=not weights.get("symmetric", True))
+    if layout == "pack-quantized":
+        options.only("weights.type", kind, ("int",))
+        options.only("weights.num_bits", bits, (2, 4, 8))
+        rows, group = _block(weights)
+        if rows != 1:
+            options.unsupported("weights.strategy", weights.get("strategy"), "group or channel")
+        return PackedInt(
+            bits=int(str(bits)),
+            group=group,
+            zero_point=not weights.get("symmetric", True),
+            ordered=weights.get("actorder") in ("group", True),
+        )
+    if layout == "mxfp4-pack-quantized":
+        return MxFp4()
+    if layout == "nvfp4-pack-quantized":
+        return NvFp4()
+    return options.unsupported("format", layout or "none", f"a layout read here; {KNOWN.get(layout, UNKNOWN)}")
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    strategy, structure = weights.get("strategy"), weights.get("block_structure")
+    group = weights.get("group_size")
+    if strategy is None:
+        strategy = "group" if group not in (None, -1) else "channel" if group == -1 else "tensor"
+    if strategy == "block" and isinstance(structure, list | tuple) and len(structure) == 2:
+        return int(structure[0]), int(structure[1])
+    if strategy in ("group", "tensor_group") and type(group) is int and group != 0:
+        return 1, WHOLE if group < 0 else group
+    if strategy == "tensor":
+        return WHOLE, WHOLE
+    if strategy != "channel":
+        refuse("weights.strategy", {"strategy": strategy, "group_size": group, "block_structure": structure}, "a grid")
+    return 1, WHOLE

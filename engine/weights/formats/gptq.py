@@ -1,0 +1,63 @@
+"""GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel save it: integers of 2, 4 or 8 bits in words along the inputs.
+
+With w codes a word: `qweight` I32 [H / w, F], `qzeros` I32 [H / group, F / w], `scales` F16 [H / group, F], and `g_idx`
+I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in `gptq_v2` as they are.
+A number is (code - zero) x scale, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
+from firstlight.engine.weights.formats.packed_int import group_problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Gptq(Format, frozen=True, kw_only=True):
+    """`group` `WHOLE`: one scale for all inputs. `ordered`: `g_idx` says which group an input belongs to."""
+
+    bits: int = 4
+    group: int = 128
+    zero_offset: int = 1
+    ordered: bool = True
+
+    label: ClassVar[str] = "GPTQ INT"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        per_word = 32 // self.bits
+        groups = Axis(COLUMNS, self.group, whole=self.ordered) if self.group else 1
+        found = (
+            Part("codes", "qweight", ("I32",), (Axis(COLUMNS, per_word), Axis(ROWS))),
+            Part("zero", "qzeros", ("I32",), (groups, Axis(ROWS, per_word))),
+            Part("scale", "scales", ("F16", "BF16", "F32"), (groups, Axis(ROWS))),
+        )
+        return (*found, Part("order", "g_idx", ("I32", "I64"), (Axis(COLUMNS),))) if self.ordered else found
+
+    def variants(self) -> tuple[Format, ...]:
+        return tuple(
+            Gptq(bits=self.bits, group=self.group, zero_offset=self.zero_offset, ordered=ordered)
+            for ordered in (self.ordered, not self.ordered)
+        )
+
+    def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import codes, of_groups, scaled, shifted, span
+
+        per_word, block = 32 // self.bits, (1, self.group)
+        values = span(codes(stored["codes"].mT.contiguous(), self.bits), -1, box[COLUMNS], per_word).float()
+        zero = span(codes(stored["zero"], self.bits), -1, box[ROWS], per_word).mT.float().add_(self.zero_offset)
+        scales = stored["scale"].mT.float()
+        if self.ordered and self.group:
+            zero, scales, block = of_groups(zero, stored["order"]), of_groups(scales, stored["order"]), (1, 1)
+        return scaled(shifted(values, zero, box, block), scales, box, block)
+
+    def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
+        return group_problem(stored, self.parts[1].shape(shape)[-2])
+
+    def describe(self) -> str:
+        group = f"groups of {self.group}" if self.group else "a scale per row"
+        return f"{self.label}{self.bits}, {group}" + (", g_idx" if self.ordered else "")

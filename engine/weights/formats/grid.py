@@ -1,0 +1,170 @@
+"""What storage formats have in common: a weight that lies in several stored tensors, and the part of each that a box
+of the weight needs. No torch.
+
+A weight is [..., rows, columns]: rows are outputs, columns inputs, dims before them experts. A box is [start, stop) per
+dim of it. Every format is a grid: one index of a stored tensor stands for a block of rows or columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+ROWS, COLUMNS = -2, -1
+SCALES = ("F32", "BF16", "F16", "F64")
+WHOLE = 0  # of a block: one scale for all rows, or all columns
+
+
+class Axis(msgspec.Struct, frozen=True, gc=False):
+    """A dim of a stored tensor: one index stands for `block` rows or columns; `whole`: it is never cut."""
+
+    dim: int
+    block: int = 1
+    whole: bool = False
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        return -(-shape[self.dim] // self.block)
+
+    def bounds(self, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The indices that `box` needs: a block that it cuts is read whole."""
+        if self.whole:
+            return 0, self.count(shape)
+        start, stop = box[self.dim]
+        return start // self.block, max(-(-stop // self.block), start // self.block)
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """One stored tensor of a format: how its name ends, the dtypes it may have (the usual one first), and its dims.
+
+    A dim is an `Axis`, or the extent of one that belongs to every block. Experts' dims stand before these.
+    """
+
+    role: str
+    suffix: str
+    dtypes: tuple[str, ...]
+    dims: tuple[Axis | int, ...]
+
+    def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
+        """What the stored tensor of a weight of this shape must be."""
+        own = tuple(dim if isinstance(dim, int) else dim.count(weight) for dim in self.dims)
+        return weight[:ROWS] + own
+
+    def bounds(self, box: Box, weight: tuple[int, ...]) -> Box:
+        """The part of the stored tensor that `box` of the weight needs."""
+        own = tuple((0, dim) if isinstance(dim, int) else dim.bounds(box, weight) for dim in self.dims)
+        return box[:ROWS] + own
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """A format with its parameters. Subclasses say which `parts` it has and how numbers come out of them."""
+
+    label: ClassVar[str] = ""
+    swapped: ClassVar[bool] = False  # the tensor that rules speak of is [..., columns, rows]
+
+    @property
+    def padding(self) -> int:
+        """Columns are stored in words of so many, the last of which may be part empty."""
+        return 1
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The stored tensors; the first holds the numbers and gives the weight's shape."""
+        raise NotImplementedError
+
+    def variants(self) -> tuple[Format, ...]:
+        """This format as headers may spell it: itself, then what configurations leave open."""
+        return (self,)
+
+    def weight_shape(self, main: tuple[int, ...]) -> tuple[int, ...] | None:
+        """[..., rows, columns] of a weight whose first part has this shape, counting whole words; None: impossible."""
+        dims = self.parts[0].dims
+        if len(main) < len(dims):
+            return None
+        lead, own = main[: len(main) - len(dims)], main[len(main) - len(dims) :]
+        sizes = {ROWS: 1, COLUMNS: 1}
+        for dim, size in zip(dims, own, strict=True):
+            if isinstance(dim, int):
+                if dim != size:
+                    return None
+            else:
+                sizes[dim.dim] = size * dim.block
+        return (*lead, sizes[ROWS], sizes[COLUMNS])
+
+    def nbytes(self, shape: tuple[int, ...], box: Box) -> int:
+        """Bytes that `box` of a weight of `shape` takes, scales included; a cut block counts whole."""
+        return sum(
+            math.prod(stop - start for start, stop in part.bounds(box, shape)) * DTYPE_BITS[part.dtypes[0]] // 8
+            for part in self.parts
+        )
+
+    def is_even(self, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
+        """Whether a weight of `shape` falls into shards of `local` between blocks."""
+        axes = [axis for part in self.parts for axis in part.dims if isinstance(axis, Axis) and not axis.whole]
+        return all(local[a.dim] == shape[a.dim] or local[a.dim] % a.block == 0 for a in axes)
+
+    def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
+        """The numbers of `box`, float32, from the `bounds` of each part by role."""
+        raise NotImplementedError
+
+    def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
+        """What is wrong with values that say how to unpack: (role of the part, expected, found)."""
+        return None
+
+    def describe(self) -> str:
+        """`MXFP4, groups of 32` and the like."""
+        return self.label
+
+
+class Packed(msgspec.Struct, frozen=True, gc=False):
+    """A weight as rules see it, `name` of `shape`, that lies in `tensors`, in the order of the format's parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def bounds(self, box: Box) -> tuple[tuple[TensorInfo, Box], ...]:
+        """What `box` needs of each stored tensor."""
+        parts = zip(self.tensors, self.format.parts, strict=True)
+        return tuple((tensor, part.bounds(box, self.shape)) for tensor, part in parts)
+
+    def box_bytes(self, box: Box) -> int:
+        """Bytes as stored that `box` needs."""
+        return sum(
+            math.prod(stop - start for start, stop in bounds) * DTYPE_BITS[tensor.dtype] // 8
+            for tensor, bounds in self.bounds(box)
+        )
+
+
+def blocked(block: tuple[int, int]) -> tuple[Axis | int, ...]:
+    """The dims of a scale per block of (rows, columns); `WHOLE` is one for all."""
+    rows, columns = block
+    return (Axis(ROWS, rows) if rows else 1, Axis(COLUMNS, columns) if columns else 1)
+
+
+def spellings(block: tuple[int, int]) -> tuple[tuple[Axis | int, ...], ...]:
+    """How releases write the dims of a scale: [R, 1] or [R], [1, 1], [1] or [], [R, C] or [R, 1, C, 1]."""
+    dims = blocked(block)
+    if dims == (1, 1):
+        return dims, (1,), ()
+    return (dims, dims[:1]) if dims[1] == 1 else (dims, (dims[0], 1, dims[1], 1))
+
+
+def as_grid(scale: Tensor, dims: tuple[Axis | int, ...]) -> Tensor:
+    """A scale, however its dims are spelt, as [..., rows, columns]."""
+    own = scale.shape[len(scale.shape) - len(dims) :]
+    sizes = {dim.dim: size for dim, size in zip(dims, own, strict=True) if isinstance(dim, Axis)}
+    return scale.reshape(*scale.shape[: len(scale.shape) - len(dims)], sizes.get(ROWS, 1), sizes.get(COLUMNS, 1))

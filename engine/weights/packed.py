@@ -1,0 +1,250 @@
+"""Stored tensors put together to weights: codes with their scales, zero points and orders, as the headers show them.
+
+The configuration says which format a module has and its parameters; headers are the truth about what is there. What
+contradicts is found and named; nothing is guessed, and no scale is made up. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.weights.formats.grid import Format, Packed, Part
+from firstlight.engine.weights.formats.scheme import Scheme
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.naming import shown
+
+FLOATS = frozenset(("F32", "BF16", "F16", "F64"))
+# How the codes of a weight are called -> how the weight itself is.
+MAINS = (("weight_packed", "weight"), ("qweight", "weight"), ("_packed", ""), ("_blocks", ""))
+COMPANIONS = (
+    "_scale", "_scale_inv", "_scale_2", "_scales", ".scales", ".scale", "_zero_point", ".qzeros", "g_idx",
+    "_global_scale", ".weight_shape", "_shape",
+)  # fmt: skip
+_ACTIVATIONS = "scale of quantized activations: activations are not quantized here"
+_CACHE = "scale of an FP8 key/value cache: the cache holds the run's dtype here"
+LEFT_OUT = {  # what says how activations and caches are quantized, by the last part of its name -> why it is left out
+    **dict.fromkeys(
+        ("input_scale", "input_global_scale", "activation_scale", "input_scale_ub", "input_zero_point", "output_scale"),
+        _ACTIVATIONS,
+    ),
+    **dict.fromkeys(
+        (
+            *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "prob_output_scale"),
+            *("k_zero_point", "v_zero_point"),
+        ),
+        _CACHE,
+    ),
+}
+Problem = tuple[str, str, str, str, str]  # code, format, what, expected, found: equal ones are one finding
+
+
+class Grouped(NamedTuple):
+    """Weights by the name of their first tensor, the names of all others, and what was wrong.
+
+    `broken`: first tensors of what should be a weight and is none, with the weight's name.
+    """
+
+    weights: dict[str, Packed]
+    companions: set[str]
+    broken: dict[str, str]
+    findings: tuple[Finding, ...]
+
+
+def group(tensors: Mapping[str, TensorInfo], scheme: Scheme) -> Grouped:
+    """Finds the quantized weights among all tensors of a checkpoint.
+
+    A weight whose parts are missing or of another shape is broken, and a finding says why.
+    """
+    book = _Grouping(tensors, scheme)
+    for tensor in tensors.values():
+        if tensor.dtype not in FLOATS and (name := weight_name(tensor.name)) is not None:
+            book.enter(name, tensor)
+    return book.close()
+
+
+def weight_name(name: str) -> str | None:
+    """The name of the weight whose codes a tensor holds; None for what belongs to another."""
+    for ending, own in MAINS:
+        if name.endswith(ending):
+            return name[: len(name) - len(ending)] + own
+    return None if name.endswith(COMPANIONS) or left_out(name) is not None else name
+
+
+def left_out(name: str) -> str | None:
+    """Why a tensor that tells how activations or caches are quantized is left out; None for any other."""
+    module, _, last = name.rpartition(".")
+    if last == "output_scale" and module.endswith(("k_proj", "v_proj", "qkv_proj")):
+        return _CACHE
+    if last.endswith(("_input_scale", "_input_global_scale")):  # of stacked experts
+        return _ACTIVATIONS
+    return LEFT_OUT.get(last)
+
+
+def part_names(weight: str, part: Part) -> tuple[str, ...]:
+    """What a part may be called: `a.weight` has `a.weight_scale` and `a.qzeros`, `a.up` has `a.up_scale`."""
+    suffix = part.suffix
+    if weight.endswith(".weight"):
+        return (weight[:-6] + suffix,)
+    if suffix.startswith("weight"):
+        return weight + suffix[6:], f"{weight}_{suffix}"
+    return (f"{weight}_{suffix}",)
+
+
+class _Grouping:
+    def __init__(self, tensors: Mapping[str, TensorInfo], scheme: Scheme) -> None:
+        self.tensors = tensors
+        self.scheme = scheme
+        self.weights: dict[str, Packed] = {}
+        self.companions: set[str] = set()
+        self.broken: dict[str, str] = {}
+        self.problems: dict[Problem, list[str]] = {}
+        self.unannounced: dict[str, list[str]] = {}
+        self.suffixes = {format_: _suffixes(format_) for format_ in scheme.formats}
+        self.forms: dict[object, Format | Problem] = {}
+
+    def enter(self, name: str, main: TensorInfo) -> None:
+        announced = self.scheme.of(name.removesuffix(".weight"))
+        candidates = (announced,) if announced is not None else self.scheme.formats
+        for format_ in candidates:
+            there = self._parts(name, format_)
+            found = self._claim(name, main, format_, there)
+            if isinstance(found, Packed):
+                self.weights[main.name] = found
+                self.companions.update(tensor.name for tensor in found.tensors[1:])
+                if announced is None:
+                    self.unannounced.setdefault(format_.describe(), []).append(main.name)
+                return
+            if announced is not None:
+                self.problems.setdefault(found, []).append(main.name)
+                self.broken[main.name] = name
+                self.companions.update(tensor.name for tensor in there.values() if tensor is not main)
+
+    def _parts(self, name: str, format_: Format) -> dict[str, TensorInfo]:
+        """What there is of a weight, by how the name of each part ends."""
+        return {
+            part.suffix: tensor
+            for part in self.suffixes[format_]
+            for candidate in part_names(name, part)
+            if (tensor := self.tensors.get(candidate)) is not None
+        }
+
+    def _claim(self, name: str, main: TensorInfo, format_: Format, there: Mapping[str, TensorInfo]) -> Packed | Problem:
+        """The weight in this format, or why it is none."""
+        key = (format_, *((suffix, tensor.dtype, tensor.shape) for suffix, tensor in there.items()))
+        form = self.forms.get(key)
+        if form is None:
+            form = self.forms[key] = _fitting(format_, main, there)
+        if not isinstance(form, Format):
+            return form
+        parts = tuple(there[part.suffix] for part in form.parts)
+        shape = form.weight_shape(main.shape)
+        assert shape is not None
+        return Packed(name, shape, form, parts)
+
+    def close(self) -> Grouped:
+        findings = [_wrong(problem, names, self.tensors) for problem, names in self.problems.items()]
+        findings += [_not_announced(format_, names, self.tensors) for format_, names in self.unannounced.items()]
+        return Grouped(self.weights, self.companions, self.broken, tuple(findings))
+
+
+def _suffixes(format_: Format) -> tuple[Part, ...]:
+    """Every part that any spelling of a format has, once."""
+    return tuple({part.suffix: part for variant in format_.variants() for part in variant.parts}.values())
+
+
+def _fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Format | Problem:
+    """The spelling of a format that takes all the tensors that are there, or what is wrong with the nearest."""
+    problems: list[tuple[int, Problem]] = []
+    for variant in format_.variants():
+        suffixes = {part.suffix for part in variant.parts}
+        if there.get(variant.parts[0].suffix) is not main:
+            continue
+        missing, extra = suffixes - there.keys(), there.keys() - suffixes
+        problem = _mismatch(variant, main, there)
+        if problem is None:
+            if not extra:
+                return variant
+            taken, more = ", ".join(sorted(suffixes)), ", ".join(sorted(extra))
+            problem = ("unpaired-scale", format_.describe(), "more", taken, more)
+        problems.append((len(missing) * 2 + len(extra), problem))
+    if problems:
+        return min(problems, key=lambda item: item[0])[1]
+    codes = ", ".join(dict.fromkeys(variant.parts[0].suffix for variant in format_.variants()))
+    return ("conflicting-flag", format_.describe(), "codes", codes, f"{main.name.rsplit('.', 1)[-1]} in {main.dtype}")
+
+
+def _mismatch(variant: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Problem | None:
+    """The first thing that keeps tensors from being a weight in this spelling of a format."""
+    shape = variant.weight_shape(main.shape)
+    if shape is None:
+        dims = len(variant.parts[0].dims)
+        return ("shape-mismatch", variant.describe(), variant.parts[0].suffix, f"{dims} dims", str(list(main.shape)))
+    for part in variant.parts:
+        tensor = there.get(part.suffix)
+        if tensor is None:
+            return ("unpaired-scale", variant.describe(), "missing", part.suffix, "none")
+        if tensor.dtype not in part.dtypes:
+            return ("conflicting-flag", variant.describe(), part.suffix, " or ".join(part.dtypes), tensor.dtype)
+        if tensor is not main and tensor.shape not in _shapes(variant, part, shape):
+            expected = str(list(part.shape(shape)))
+            return ("shape-mismatch", variant.describe(), part.suffix, expected, str(list(tensor.shape)))
+    return None
+
+
+def _shapes(variant: Format, part: Part, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Shapes a part may have: the last word of a row may be part empty, so that a group fewer is possible."""
+    yield part.shape(shape)
+    for empty in range(1, variant.padding):
+        yield part.shape((*shape[:-1], shape[-1] - empty))
+
+
+def _wrong(problem: Problem, names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+    code, format_, what, expected, found = problem
+    way = "fetch the release again: its configuration and its weights do not belong together"
+    if what == "missing":
+        message = f"{shown(names)}: {len(names):,} tensors in {format_} without {expected}"
+        way = "fetch the shard that holds the scale; a scale of one is never put in its place"
+        expected = f"{expected} for each"
+    elif what == "more":
+        message = f"{shown(names)}: {len(names):,} tensors in {format_} with {found} as well, which it does not have"
+    elif what == "codes":
+        message = f"{shown(names)}: {len(names):,} tensors are announced as {format_}, but are not stored so"
+    else:
+        message = f"{shown(names)}: {what} of {len(names):,} tensors in {format_} is not what the configuration says"
+    return fatal(
+        code,
+        message,
+        file=tensors[names[0]].file,
+        tensors=tuple(names),
+        expected=expected,
+        found=found,
+        next=way,
+    )
+
+
+def _not_announced(format_: str, names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+    """Headers show a format where the configuration says that modules stay plain: headers are the truth."""
+    return warning(
+        "conflicting-flag",
+        f"{shown(names)}: {len(names):,} tensors are stored as {format_}, though config.json leaves them out; read as "
+        "stored",
+        file=tensors[names[0]].file,
+        tensors=tuple(names),
+        expected="tensors in a plain dtype",
+        found=format_,
+        next="nothing, if the scales beside them are theirs: headers are the truth",
+    )
+
+
+def with_columns(packed: Packed, columns: int) -> Packed | None:
+    """The same weight with its true number of columns, where headers show whole words only; None: it is another."""
+    slack = packed.shape[-1] - columns
+    if not 0 <= slack < packed.format.padding:
+        return None
+    shape = (*packed.shape[:-1], columns)
+    parts = zip(packed.format.parts, packed.tensors, strict=True)
+    if any(part.shape(shape) != tensor.shape for part, tensor in parts):
+        return None
+    return Packed(packed.name, shape, packed.format, packed.tensors)
