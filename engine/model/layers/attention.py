@@ -50,16 +50,16 @@ class Attention:
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 
     def _projected(self, x_TH: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values as they are attended with: clamped, normed, rotated, sharpened; and the gate."""
+        """Queries, keys and values as they are attended with: normed, clamped, rotated, sharpened; and the gate."""
         spec = self.spec
         qkv_TF = self._qkv(x_TH)
-        if spec.clip is not None:
-            qkv_TF = qkv_TF.clamp(-spec.clip, spec.clip)
         q_TF, k_TF, v_TF = qkv_TF.split(self._rows, dim=-1)
         q_TND, gate_TNV = q_TF.unflatten(-1, (-1, sum(self._query_rows))).split(self._query_rows, dim=-1)
         k_TKD, v_TKV = k_TF.unflatten(-1, (-1, spec.head_dim)), v_TF.unflatten(-1, (-1, spec.value_dim))
         if not spec.qk_norm_last:
             q_TND, k_TKD = self._normed(q_TND, k_TKD, batch)
+        if spec.clip is not None:
+            q_TND, k_TKD, v_TKV = (part.clamp(-spec.clip, spec.clip) for part in (q_TND, k_TKD, v_TKV))
         if spec.rope is not None:
             q_TND, k_TKD = batch.ops.rotary(q_TND, k_TKD, *angles(spec.rope, batch), spec.rope.interleaved)
         if spec.qk_norm_last:

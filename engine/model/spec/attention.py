@@ -25,11 +25,12 @@ class Temperature(msgspec.Struct, frozen=True, kw_only=True):
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Grouped-query attention; multi-head when `num_kv_heads == num_heads`. `scale` multiplies q k^T.
 
-    Values are `v_dim` wide (None: `head_dim`). What is projected is clamped to +-`clip`. `qk_norm` goes over each head
-    ("head"), over each head with a weight per head ("heads"), or over all heads of a token together ("width"), in front
-    of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of
-    them, or those of its own `chunk` of positions. With a `gate` what a head gives is multiplied by sigmoid(W_g x),
-    element by element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
+    Values are `v_dim` wide (None: `head_dim`). What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes
+    over each head ("head"), over each head with a weight per head ("heads"), or over all heads of a token together
+    ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the
+    last `window` of them, or those of its own `chunk` of positions. With a `gate` what a head gives is multiplied by
+    sigmoid(W_g x), element by element; W_g is a projection of its "own", or stands behind the "query" rows of each
+    head.
     """
 
     num_heads: int
