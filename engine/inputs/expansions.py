@@ -236,6 +236,7 @@ EXPANSIONS: Mapping[str, Callable[[Settings], Expansion]] = {
     "Kimi_K25Processor": _grid("<|media_pad|>"),
     "KimiK25Processor": _grid("<|media_pad|>"),  # the release's own code
     "KimiVLProcessor": _grid("<|media_pad|>", grid="image_grid_hws"),
+    "KimiK3Processor": _grid("<|media_pad|>", grid="grid_thws"),
 }
 
 # The processor class transformers takes by model type where no file names one.
@@ -261,6 +262,7 @@ CLASS_OF_MODEL_TYPE: Mapping[str, str] = {
     "llama4": "Llama4Processor",
     "kimi_k25": "Kimi_K25Processor",
     "kimi_vl": "KimiVLProcessor",
+    "kimi_k3": "KimiK3Processor",
 }
 
 

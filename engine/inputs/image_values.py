@@ -71,7 +71,24 @@ def _longest(path: Path, key: str, value: Any) -> dict[str, int]:
     return _size(path, key, value, (LONGEST,), to_square=True)
 
 
+def _background(path: Path, key: str, value: Any) -> dict[str, Any]:
+    """What lies behind transparent pixels: a colour or a chessboard, with Kimi's own sizes where none is given."""
+    whole = {"chessboard_square_size": 16, "chessboard_white_value": 255, "chessboard_gray_value": 200}
+    found = {"pattern": "black", "chessboard_square_on_top_left": True, **whole}
+    if not isinstance(value, Mapping) or value.keys() - found.keys():
+        _invalid(path, key, f"an object with {', '.join(found)}", value)
+    found |= value
+    if found["pattern"] not in ("white", "black", "gray", "chessboard"):
+        _invalid(path, key, "pattern white, black, gray or chessboard", value)
+    if not all(isinstance(found[name], int) and 0 <= found[name] <= 255 for name in whole):
+        _invalid(path, key, "whole numbers from 0 to 255", value)
+    if found["chessboard_square_size"] < 1:
+        _invalid(path, key, "squares of at least one pixel", value)
+    return found
+
+
 READERS: Mapping[str, Callable[[Path, str, Any], Any]] = {
+    "background": _background,
     "crop_size": _frame,
     "pad_size": _frame,
     "max_image_size": _longest,

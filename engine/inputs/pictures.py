@@ -90,10 +90,14 @@ class PictureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, eq=False):
-    """An upright RGB picture of 8 bits a channel, and the record of how it came to be."""
+    """An upright RGB picture of 8 bits a channel, and the record of how it came to be.
+
+    `rgba` is the same before anything transparent was composited, for processors with a background of their own.
+    """
 
     image: Image.Image
     record: PictureRecord
+    rgba: Image.Image | None = None
 
 
 def open_picture(
@@ -201,7 +205,7 @@ def _upright_rgb(
         turned, is_turned = image.transpose(_turn(orientation)), True
     elif orientation in TURNS:
         notes.append(f"EXIF orientation {orientation} is not applied: switched off")
-    rgb, has_alpha = _rgb(turned, name, notes)
+    rgb, rgba = _rgb(turned, name, notes)
     record = PictureRecord(
         source=name,
         file_bytes=file_bytes,
@@ -211,11 +215,11 @@ def _upright_rgb(
         size=rgb.size,
         orientation=orientation,
         orientation_applied=is_turned,
-        composited_on_white=has_alpha,
+        composited_on_white=rgba is not None,
         is_animated=is_animated,
         notes=tuple(notes),
     )
-    return Picture(rgb, record)
+    return Picture(rgb, record, rgba)
 
 
 def _is_animated(image: Image.Image) -> bool:
@@ -243,8 +247,8 @@ def _turn(orientation: int) -> Image.Transpose:
     return Image.Transpose[TURNS[orientation]]
 
 
-def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, bool]:
-    """The picture in RGB, and whether something transparent was composited on white."""
+def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, Image.Image | None]:
+    """The picture in RGB, composited on white, and in RGBA if anything was transparent."""
     from PIL import Image
 
     if image.mode in (*SIXTEEN_BIT_MODES, "I", "F"):
@@ -252,10 +256,10 @@ def _rgb(image: Image.Image, name: str, notes: list[str]) -> tuple[Image.Image, 
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB"), True
+        return Image.alpha_composite(white, rgba).convert("RGB"), rgba
     if image.mode != "RGB":
         notes.append(f"converted from mode {image.mode}")
-    return image.convert("RGB"), False
+    return image.convert("RGB"), None
 
 
 def _check_wide_grey(image: Image.Image, name: str) -> None:

@@ -119,18 +119,19 @@ def navit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     for picture in pictures:
         image = pixels_of(picture)
         if constants["do_resize"]:
-            shape = _navit_shape(constants, image.shape[1], image.shape[2])
-            image = _to_blocks(
+            shape = navit_shape(constants, image.shape[1], image.shape[2])
+            image = to_blocks(
                 resized(constants, picture, image, shape), constants["patch_size"] * constants["merge_size"]
             )
         _check_multiple(constants, picture, image.shape[1:])
-        rows, grid = _row_order(finished_at_once(constants, image), constants["patch_size"])
+        rows, grid = row_order(finished_at_once(constants, image), constants["patch_size"])
         patches.append(rows)
         grids.append((1, *grid))
     return {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids, dtype=np.int64)}
 
 
-def _navit_shape(constants: ImageConstants, height: int, width: int) -> tuple[int, int]:
+def navit_shape(constants: ImageConstants, height: int, width: int) -> tuple[int, int]:
+    """Height and width of a picture that is scaled down to the limits of patches, in all and along a side."""
     size, side = constants["patch_size"], constants["size"]["max_height"] * constants["patch_size"]
     count = max(1.0, height // size) * max(1.0, width // size)
     scale = min(1.0, math.sqrt(constants["max_patches"] / count), side / height, side / width)
@@ -149,7 +150,7 @@ def moonvit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
             shape = int(image.shape[1] * scale), int(image.shape[2] * scale)
             image = resized(constants, picture, image, shape, f"scaling to {limit} patches")
         if constants["pad_input"]:
-            image = _to_blocks(image, size * constants["merge_size"])
+            image = to_blocks(image, size * constants["merge_size"])
         else:
             whole = image.shape[1] // size * size, image.shape[2] // size * size
             check_shape(picture, f"cropping to patches of {size}", whole)
@@ -157,7 +158,7 @@ def moonvit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
         grid = image.shape[1] // size, image.shape[2] // size
         if max(grid) >= MOONVIT_SIDE:
             refuse(picture, "too long", f"fewer than {MOONVIT_SIDE} patches a side", f"{grid[1]} x {grid[0]} patches")
-        rows, grid = _row_order(finished(constants, image), size)
+        rows, grid = row_order(finished(constants, image), size)
         patches.append(rows)
         grids.append(grid)
     return {"pixel_values": np.concatenate(patches), "image_grid_hws": np.array(grids, dtype=np.int64)}
@@ -166,12 +167,14 @@ def moonvit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
 MOONVIT_SIDE = 512
 
 
-def _to_blocks(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+def to_blocks(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """The picture padded with zeros below and on the right to multiples of `factor`."""
     height, width = (-(-side // factor) * factor for side in image.shape[1:])
     return steps.pad_to(image, (height, width))
 
 
-def _row_order(image_CHW: steps.Array, size: int) -> tuple[NDArray[np.float32], tuple[int, int]]:
+def row_order(image_CHW: steps.Array, size: int) -> tuple[NDArray[np.float32], tuple[int, int]]:
+    """Patches [P, C, Y, X] row by row, and how many there are (down, across)."""
     channels, height, width = image_CHW.shape
     grid = height // size, width // size
     blocks = image_CHW.astype(np.float32).reshape(channels, grid[0], size, grid[1], size)
@@ -192,7 +195,7 @@ def _pixel_range(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
         yield "size", merged, " and ".join(found)
 
 
-def _media(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def media(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Kimi's releases nest the constants of pictures under `media_proc_cfg`, by other names."""
     media = config.get("media_proc_cfg")
     if not isinstance(media, Mapping):
@@ -245,7 +248,7 @@ KIMI_K25 = ImageKind(
     },
     sizes=(WITHIN,),
     steps=navit,
-    renamed=_media,
+    renamed=media,
     torchvision=True,
 )
 KIMI_VL = ImageKind(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from firstlight.engine.inputs.image_kinds.anyres import LLAVA_NEXT
 from firstlight.engine.inputs.image_kinds.crops import GEMMA3
+from firstlight.engine.inputs.image_kinds.kimi_k3 import KIMI_K3
 from firstlight.engine.inputs.image_kinds.kind import ImageKind
 from firstlight.engine.inputs.image_kinds.patches import GLM4V, KIMI_K25, KIMI_VL, QWEN2_VL
 from firstlight.engine.inputs.image_kinds.ragged import PIXTRAL
@@ -31,6 +32,7 @@ IMAGE_KINDS: Mapping[str, ImageKind] = {
     "SmolVLMImageProcessor": IDEFICS3,
     "Kimi_K25ImageProcessor": KIMI_K25,
     "KimiVLImageProcessor": KIMI_VL,
+    "KimiK3VisionProcessor": KIMI_K3,
 }
 
 # Classes that come with a release's own code and do what a class of the table does.
@@ -64,6 +66,7 @@ CLASS_OF_MODEL_TYPE: Mapping[str, str] = {
     "idefics3": "Idefics3ImageProcessor",
     "smolvlm": "SmolVLMImageProcessor",
     "kimi_k25": "Kimi_K25ImageProcessor",
+    "kimi_k3": "KimiK3VisionProcessor",
 }
 
 
