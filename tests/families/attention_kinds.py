@@ -18,6 +18,36 @@ def _by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _latent(model_type: str, **more: Any) -> dict[str, Any]:
+    return llama(
+        **{
+            "model_type": model_type,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "max_position_embeddings": 4096,
+            **more,
+        }
+    )
+
+
+def _sparse(model_type: str, **more: Any) -> dict[str, Any]:
+    """Eight index heads: with fewer, scores of exactly zero would leave the choice open."""
+    return _latent(
+        model_type,
+        **{"n_group": 1, "topk_group": 1, "index_n_heads": 8, "index_head_dim": 12, "index_topk": 10, **more},
+    )
+
+
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 TINY: dict[str, Tiny] = {
@@ -58,6 +88,26 @@ TINY: dict[str, Tiny] = {
     "seed_oss": Tiny(_kind("seed_oss", head_dim=12)),
     "smollm3": Tiny(_kind("smollm3", num_hidden_layers=4, no_rope_layer_interval=3)),
     # others
+    "deepseek_v2": Tiny(
+        _latent("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=2, n_shared_experts=2)
+    ),
+    "deepseek_v2-greedy": Tiny(
+        _latent(
+            "deepseek_v2",
+            q_lora_rank=None,
+            **rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.5, original_max_position_embeddings=1024),
+        )
+    ),
+    "deepseek_v32": Tiny(_sparse("deepseek_v32", n_group=4, topk_group=2), 40),
+    "glm_moe_dsa": Tiny(
+        _sparse(
+            "glm_moe_dsa",
+            num_hidden_layers=4,
+            indexer_types=["full", "shared", "shared", "full"],
+            mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        ),
+        40,
+    ),
     "gemma": Tiny(_kind("gemma", head_dim=12, tie_word_embeddings=True)),
     "gemma3": Tiny(
         _kind(
@@ -88,6 +138,23 @@ TINY: dict[str, Tiny] = {
     ),
     "glm": Tiny(_kind("glm", head_dim=16)),
     "glm4": Tiny(_kind("glm4", head_dim=8)),
+    "glm4_moe": Tiny(
+        _kind(
+            "glm4_moe",
+            head_dim=8,
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            moe_intermediate_size=20,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            norm_topk_prob=True,
+        )
+    ),
     "gpt2": Tiny(
         {
             "model_type": "gpt2",
@@ -134,6 +201,10 @@ TINY: dict[str, Tiny] = {
     ),
 }
 MESHES: dict[str, tuple[str, ...]] = {
+    "deepseek_v2": ("tp2 ep2",),
+    "deepseek_v32": ("tp2", "pp2 ep2"),
+    "glm4_moe": ("tp2 ep2", "pp2"),
+    "glm_moe_dsa": ("tp2", "pp2 ep2"),  # the cut is between a layer that chooses and one that takes its choice
     "gemma3": ("tp2 pp2",),
     "glm": ("tp4",),
     "gpt2": ("tp2", "pp2"),
@@ -142,4 +213,4 @@ MESHES: dict[str, tuple[str, ...]] = {
     "phi": ("tp2 pp2",),
     "phi3": ("tp2",),
 }
-STEPPED = ("gemma3", "gpt2", "ministral3", "olmo3")
+STEPPED = ("deepseek_v32", "glm_moe_dsa", "gemma3", "gpt2", "ministral3", "olmo3")

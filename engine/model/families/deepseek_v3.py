@@ -1,14 +1,22 @@
 """DeepSeek-V3 and R1, and Kimi K2 (the same architecture): latent attention, sigmoid-routed grouped experts."""
 
 import math
+from typing import Any
 
 import msgspec
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import DENSE, TRUNK, activation, decoder, experts, mlp, rope
+from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, mlp, rope
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.mixtures import (
+    MIXTURE,
+    mixture,
+    shared_expert,
+    sigmoid_router,
+    sparse_layers,
+)
 from firstlight.engine.model.rules import WeightRule, ignored, rule
-from firstlight.engine.model.spec import MLA, MLP, FeedForward, ModelSpec, MoE, Norm, Rope, Router
+from firstlight.engine.model.spec import MLA, LayerSpec, ModelSpec, MoE, Norm, Rope
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -25,62 +33,53 @@ def score_scale(query_dim: int, positions: Rope | None) -> float:
     return scale
 
 
-def attention(config: Config) -> MLA:
+def attention(config: Config, **fields: Any) -> MLA:
+    """Latent attention from the usual keys; `fields` overrides or adds."""
     nope, rotated = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     config.get("qk_head_dim"), config.get("head_dim"), config.get("num_key_value_heads")  # follow from the others
     positions = rope(config, rotated, interleaved=bool(config.get("rope_interleave", True)))
-    return MLA(
-        num_heads=config.size("num_attention_heads"),
-        q_lora_rank=config.stated("q_lora_rank", absent=1536),
-        kv_lora_rank=config.size("kv_lora_rank"),
-        nope_dim=nope,
-        rope_dim=rotated,
-        v_dim=config.size("v_head_dim"),
-        scale=score_scale(nope + rotated, positions),
-        norm=Norm(eps=1e-6),  # fixed in the reference, whatever rms_norm_eps says
-        rope=positions,
-        bias=bool(config.get("attention_bias", False)),
-    )
+    values: dict[str, Any] = {
+        "num_heads": config.size("num_attention_heads"),
+        "q_lora_rank": config.stated("q_lora_rank", absent=1536),
+        "kv_lora_rank": config.size("kv_lora_rank"),
+        "nope_dim": nope,
+        "rope_dim": rotated,
+        "v_dim": config.size("v_head_dim"),
+        "scale": score_scale(nope + rotated, positions),
+        "norm": Norm(eps=1e-6),  # fixed in the reference, whatever rms_norm_eps says
+        "rope": positions,
+        "bias": bool(config.get("attention_bias", False)),
+    }
+    return MLA(**{**values, **fields})
 
 
-def mixture(config: Config) -> MoE:
+def experts(config: Config) -> MoE:
+    """The mixture of V3 and of those that took it over; its keys say nothing else."""
     config.only("topk_method", "noaux_tc", default="noaux_tc")
     config.only("moe_layer_freq", 1, default=1)
-    width, act = config.size("moe_intermediate_size"), activation(config)
-    return MoE(
-        num_experts=config.size("n_routed_experts", "num_local_experts"),
-        intermediate=width,
-        activation=act,
-        router=Router(
-            top_k=config.size("num_experts_per_tok"),
-            scoring=config.only("scoring_func", "sigmoid", default="sigmoid"),
-            normalize=bool(config.get("norm_topk_prob", True)),
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            correction_bias=True,
-            num_groups=int(config.get("n_group", 1)),
-            topk_groups=int(config.get("topk_group", 1)),
-            group_score="top2_sum",
-            float32=True,
-        ),
-        shared=MLP(intermediate=width * config.size("n_shared_experts"), activation=act),
-    )
+    config.only("scoring_func", "sigmoid", default="sigmoid")
+    config.only("moe_router_dtype", "float32", default="float32")
+    width = config.size("moe_intermediate_size")
+    return mixture(config, sigmoid_router(config), shared=shared_expert(config, width))
+
+
+def with_extra_layers(config: Config, model: ModelSpec, extra: LayerSpec) -> ModelSpec:
+    """The model and its multi-token-prediction layers, each like `extra`."""
+    count = int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)))
+    return msgspec.structs.replace(model, mtp=(extra,) * count)
 
 
 def spec(config: Config) -> ModelSpec:
-    mixer, dense, moe = attention(config), mlp(config), mixture(config)
-    first_dense = int(config.get("first_k_dense_replace", 3))
-
-    def feed_forward(index: int) -> FeedForward:
-        return dense if index < first_dense else moe
-
-    plain = decoder(config, "deepseek_v3", lambda i: mixer, feed_forward)
-    extra = int(config.get("num_nextn_predict_layers", 0))
-    return msgspec.structs.replace(plain, mtp=plain.layers[-1:] * extra)
+    mixer, dense, moe = attention(config), mlp(config), experts(config)
+    sparse = sparse_layers(config, 3)
+    plain = decoder(config, "deepseek_v3", lambda i: mixer, lambda i: moe if sparse[i] else dense)
+    return with_extra_layers(config, plain, plain.layers[-1])
 
 
 def extra_layers(config: Config) -> tuple[WeightRule, ...]:
     """Multi-token-prediction layers stand behind the last layer; inference does without them."""
-    count, first = int(config.get("num_nextn_predict_layers", 0)), config.size("num_hidden_layers")
+    count = int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)))
+    first = config.size("num_hidden_layers")
     return tuple(
         ignored(f"(model.|)layers.{first + index}.{{*}}", "multi-token-prediction layer, not used for inference")
         for index in range(count)
@@ -106,18 +105,7 @@ MLA_RULES = (
     rule(_A + "q_a_layernorm.weight", _P + "q_a_norm.weight"),
     rule(_A + "kv_a_layernorm.weight", _P + "kv_a_norm.weight"),
 )
-SHARED_RULES = tuple(
-    rule(f"(model.|)layers.{{i}}.mlp.shared_experts.{part}_proj.weight", f"layers.{{i}}.ffn.shared.{part}.weight")
-    for part in ("gate", "up", "down")
-)
-RULES = (
-    TRUNK
-    + MLA_RULES
-    + DENSE
-    + SHARED_RULES
-    + experts("mlp", "gate_proj", "up_proj", "down_proj")
-    + (rule("(model.|)layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.ffn.router.correction_bias"),)
-)
+RULES = TRUNK + MLA_RULES + DENSE + MIXTURE
 FAMILY = Family(
     name="deepseek_v3", model_types=("deepseek_v3", "kimi_k2"), spec=spec, rules=RULES, left_out=extra_layers
 )

@@ -17,15 +17,21 @@ from firstlight.engine.model.rules import Matcher, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
 
 MODULES = (  # one line a family
+    "bamba",
+    "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "gemma",
     "glm",
+    "glm4_moe",
     "gpt2",
+    "granitemoehybrid",
     "kimi_k3",
     "kimi_linear",
     "llama",
     "llama_kin",
     "llava",
+    "mamba2",
     "mistral",
     "mixtral",
     "olmo",

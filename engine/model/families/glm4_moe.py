@@ -1,0 +1,35 @@
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention, half of each head rotated, over DeepSeek-V3's mixture of experts."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    QK_NORM,
+    TRUNK,
+    decoder,
+    gqa,
+    head_dim,
+    mlp,
+    rms,
+    rope,
+)
+from firstlight.engine.model.families.deepseek_v3 import experts, extra_layers, with_extra_layers
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
+from firstlight.engine.model.spec import ModelSpec
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, dense, moe, sparse = rms(config, 1e-5), mlp(config), experts(config), sparse_layers(config, 1)
+    attention = gqa(
+        config,
+        rope=rope(config, head_dim(config), partial=0.5),
+        qkv_bias=bool(config.get("attention_bias", False)),
+        qk_norm=norm if config.get("use_qk_norm", False) else None,
+    )
+    plain = decoder(config, "glm4_moe", lambda i: attention, lambda i: moe if sparse[i] else dense, norm=norm)
+    return with_extra_layers(config, plain, plain.layers[-1])
+
+
+RULES = TRUNK + ATTENTION + QK_NORM + DENSE + MIXTURE
+FAMILY = Family(name="glm4_moe", model_types=("glm4_moe",), spec=spec, rules=RULES, left_out=extra_layers)
