@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.reference.kimi_k3 import KimiK3
-from tests.reference.mxfp4 import quantize
+from tests.reference.mxfp4 import dequantize, quantize
 
 FACTS = Path(__file__).parent.parent / "data" / "models" / "kimi-k3.json"
 SPECIAL = ("[BOS]", "[EOS]", "[PAD]", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
@@ -103,12 +103,21 @@ def tiny_config(text: Mapping[str, Any] = {}, linear: Mapping[str, Any] = {}) ->
     return config
 
 
-def write_checkpoint(home: Path, config: Mapping[str, Any] | None = None, seed: int = 0, shards: int = 4) -> Path:
-    """A whole release at toy size in `home`: shards with their index, configuration, tokenizer and processor."""
+def write_checkpoint(
+    home: Path, config: Mapping[str, Any] | None = None, seed: int = 0, shards: int = 4, packed: bool = True
+) -> Path:
+    """A whole release at toy size in `home`: shards with their index, configuration, tokenizer and processor.
+
+    `packed` False: the twin with the same numbers in bfloat16 and nothing quantized.
+    """
     home.mkdir(parents=True, exist_ok=True)
     config = tiny_config() if config is None else config
     torch.manual_seed(seed)
     tensors = dict(draw(config))
+    if not packed:
+        tensors = dict(unpacked(tensors))
+        text = {key: value for key, value in config["text_config"].items() if key != "quantization_config"}
+        config = {**config, "text_config": text}
     names = list(tensors)
     index: dict[str, str] = {}
     for number in range(shards):
@@ -150,6 +159,16 @@ def draw(config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     yield f"{model}.output_attn_res_proj.weight", _matrix(1, hidden)
     yield "language_model.lm_head.weight", _matrix(vocab, hidden)
     yield from _vision(config["vision_config"], hidden)
+
+
+def unpacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors with bfloat16 for MXFP4, which holds all of its numbers exactly."""
+    for name, tensor in tensors.items():
+        if name.endswith("weight_packed"):
+            scale = tensors[name.replace("_packed", "_scale")]
+            yield name.removesuffix("_packed"), dequantize(tensor, scale).bfloat16()
+        elif not name.endswith("weight_scale"):
+            yield name, tensor
 
 
 def _delta_attention(prefix: str, config: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Tensor]]:
