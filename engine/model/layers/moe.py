@@ -28,6 +28,7 @@ class MoE:
         self._down_bias_EH = weights.maybe("experts.down_bias")
         self._latent = _Latent(spec.latent, weights.into("latent")) if spec.latent else None
         self._shared = MLP(spec.shared, weights.into("shared")) if spec.shared else None
+        self._shared_bias_H = weights.maybe("shared.down.bias")
         self._shared_gate_1H = weights.maybe("shared_gate.weight")
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
@@ -67,6 +68,8 @@ class MoE:
         if self._shared is None:
             return None
         shared_TH = self._shared.partial(x_TH, batch)
+        if self._shared_bias_H is not None and batch.comms.tp.index == 0:  # once in the sum over tp
+            shared_TH = shared_TH + self._shared_bias_H
         if self._shared_gate_1H is None:
             return shared_TH
         return shared_TH * torch.sigmoid(torch.nn.functional.linear(x_TH, self._shared_gate_1H))
