@@ -24,6 +24,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.request import SamplingParams, Usage
+from firstlight.engine.weights.sources.mirror import is_url, mirror
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.progress import Listener, Progress
@@ -86,6 +87,8 @@ class Bringup:
         **options: Any,
     ) -> None:
         source = os.fspath(checkpoint)
+        if is_url(source):
+            source = str(mirror(source))
         mesh = mesh or Mesh(tp=tp, pp=pp, ep=ep, sp=sp, dp=dp)
         self.options = _options(source, mesh, options)
         name = Path(source).name

@@ -112,6 +112,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
     session = Session(Face(parsed.quiet, parsed.json == "-"), force=parsed.force)
     try:
         try:
+            _mirror(parsed)
             session.run = _run_directory(parsed)
             session.require(verb)
             report = command.run(parsed, session)
@@ -141,6 +142,15 @@ def _run_directory(parsed: argparse.Namespace) -> Any:
     from firstlight.workbench.runs import Run
 
     return Run.at(parsed.run, _title(parsed), getattr(parsed, "checkpoint", None) or "")
+
+
+def _mirror(parsed: argparse.Namespace) -> None:
+    """A checkpoint at a URL becomes the directory that mirrors it."""
+    source = getattr(parsed, "checkpoint", None)
+    if source and "://" in source:
+        from firstlight.engine.weights.sources.mirror import mirror
+
+        parsed.checkpoint = str(mirror(source, keep=getattr(parsed, "keep", False)))
 
 
 def _title(parsed: argparse.Namespace) -> str:

@@ -33,7 +33,14 @@ BACKEND_DEVICES = {"auto": "auto", "gloo": "cpu", "nccl": "cuda"}
 
 
 def checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CKPT", help="directory of a checkpoint")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", help="directory of a checkpoint, or its URL: s3://, gs://, az://, http(s)://"
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="of a URL: keep the weights that are read in the cache, to read them again, or go on, from there",
+    )
 
 
 def mesh(parser: argparse.ArgumentParser) -> None:

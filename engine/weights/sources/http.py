@@ -9,6 +9,7 @@ import ipaddress
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import quote
@@ -47,6 +48,7 @@ class HttpFiles:
             headers={"Accept-Encoding": "identity"},
             follow_redirects=False,
         )
+        weakref.finalize(self, self._client.close)  # a checkpoint that is dropped leaves no connection
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._pinned))

@@ -177,11 +177,11 @@ def _found_by_name(far: ByteSource) -> tuple[str, ...]:
     from firstlight.engine.weights.sources.http import HttpFiles
 
     if not isinstance(far, HttpFiles):
-        raise Refused(_nothing(far.url, "no objects below this prefix"))
+        raise _nothing(far.url, "no objects below this prefix")
     with ThreadPoolExecutor(8) as pool:
         usual = [name for name, stat in zip(USUAL_NAMES, pool.map(far.look, USUAL_NAMES), strict=True) if stat]
         if "config.json" not in usual:
-            raise Refused(_nothing(far.url, "no config.json there"))
+            raise _nothing(far.url, "no config.json there")
         shards = _indexed(far) if INDEX in usual else ()
         there = [name for name, stat in zip(shards, pool.map(far.look, shards), strict=True) if stat]
     return tuple(sorted({*usual, *there}))
@@ -201,7 +201,7 @@ def _fetch_side_files(far: ByteSource, url: str, files: Mapping[str, tuple[int, 
     small = [name for name in files if not name.endswith((WEIGHTS, *NOT_FETCHED)) and not name.startswith(".")]
     total = sum(files[name][0] for name in small)
     if "config.json" not in small:
-        raise Refused(_nothing(url, f"{len(files)} files without a config.json"))
+        raise _nothing(url, f"{len(files)} files without a config.json")
     if total > SMALL_BYTES:
         largest = max(small, key=lambda name: files[name][0])
         raise Refused(

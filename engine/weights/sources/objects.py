@@ -28,11 +28,10 @@ class ObjectStore:
         self.retry = retry or Retry()
         self._pinned = dict(pinned or {})
         self._library = library()
-        stall = timedelta(seconds=self.retry.stall_s)
         try:
             self.store = self._library.store.from_url(
                 self.url,
-                client_options={"connect_timeout": stall, "read_timeout": stall, "timeout": timedelta(hours=1)},
+                # No client options: given any, the library forgets those of the environment. It gives up after 30 s.
                 retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=4 * self.retry.stall_s)},
             )
         except (self._library.exceptions.BaseError, ValueError) as error:

@@ -1,0 +1,161 @@
+"""A checkpoint at a URL as a directory: what is fetched, what is kept, what another version does, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.sources import base, kept, mirror
+from firstlight.engine.weights.sources.retry import Retry
+from firstlight.engine.weights.synthesize import synthesize
+from tests.checkpoints import TINY
+from tests.engine.weights import far
+
+QUICK = Retry(attempts=2, first_s=0.001, most_s=0.01, stall_s=0.5)
+FIRST = "model-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[far.Web]:
+    synthesize(dict(TINY["llama"].config), tmp_path / "tiny", shards=2)
+    (tmp_path / "tiny" / "tokenizer_config.json").write_text("{}")
+    with far.served(tmp_path / "tiny") as web:
+        yield web
+
+
+def place(web: far.Web, tmp_path: Path, **options: bool) -> Path:
+    return mirror.mirror(web.url, cache=tmp_path / "cache", **options)
+
+
+def test_side_files_are_here_and_tensors_there(web: far.Web, tmp_path: Path) -> None:
+    directory = place(web, tmp_path)
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json", "model.safetensors.index.json", "tokenizer_config.json", mirror.POINTER,
+    }  # fmt: skip
+    here, there = Checkpoint.open(web.home), Checkpoint.open(directory)
+    there.refuse_if_broken()
+    assert (there.name, there.config, there.tensors) == ("tiny", here.config, here.tensors)
+    assert there.side_files == here.side_files
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert there.read(name, [slice(1, 3)]) == here.read(name, [slice(1, 3)])
+    assert Checkpoint.open(directory).name == "tiny"
+
+
+def test_nothing_is_fetched_twice_and_another_version_is_another_directory(web: far.Web, tmp_path: Path) -> None:
+    directory = place(web, tmp_path)
+    asked = len(web.asked["config.json"])
+    assert place(web, tmp_path) == directory
+    assert web.asked["config.json"][asked:] == [(0, 0)], "only whether it is the same was asked"
+    web.versions[FIRST] = '"new"'
+    assert place(web, tmp_path) != directory
+
+
+def test_a_shard_that_changes_after_the_side_files_were_fetched_is_an_error(web: far.Web, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(place(web, tmp_path))
+    web.versions[FIRST] = '"new"'
+    name = next(name for name, tensor in checkpoint.tensors.items() if tensor.file == FIRST)
+    with pytest.raises(Refused, match="changed while it was being read"):
+        checkpoint.read_bytes(name)
+
+
+def test_broken_shards_are_found_from_afar_as_they_are_here(web: far.Web, tmp_path: Path) -> None:
+    path = web.home / FIRST
+    path.write_bytes(path.read_bytes()[:-100])
+    (finding,) = (one for one in Checkpoint.open(place(web, tmp_path)).findings if one.severity == "fatal")
+    assert (finding.code, finding.file) == ("truncated-shard", FIRST)
+    path.unlink()
+    (finding,) = (one for one in Checkpoint.open(place(web, tmp_path)).findings if one.severity == "fatal")
+    assert (finding.code, finding.file) == ("missing-shard", FIRST)
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {name: checkpoint.read_bytes(name) for name in checkpoint.tensors}
+
+
+def payload_asked(web: far.Web) -> int:
+    return sum(last - first + 1 for name, spans in web.asked.items() if ".safetensors" in name for first, last in spans)
+
+
+def test_what_is_kept_is_not_fetched_again_even_after_a_crash(
+    web: far.Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal says which blocks are there; one that was spoilt since is fetched again, and only that one."""
+    monkeypatch.setattr(kept, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(base, "STREAM_BYTES", 512)
+    expected = read_all(Checkpoint.open(web.home))
+    directory = place(web, tmp_path, keep=True)
+    first = Checkpoint.open(directory)
+    names = sorted(first.tensors)
+    for name in names[: len(names) // 2]:
+        assert first.read_bytes(name) == expected[name]
+    (part,) = directory.glob(f"{FIRST}{kept.PART}")
+    journal = directory / f"{FIRST}{kept.JOURNAL}"
+    before = payload_asked(web)
+    half = journal.read_bytes()
+    journal.write_bytes(half + b"\1\2\3")  # the record that a crash cut
+    block, _ = kept._RECORD.unpack_from(half)
+    with part.open("r+b") as stream:
+        stream.seek(block * 4096 + 7)
+        stream.write(b"\xff\x00\xff")
+    again = Checkpoint.open(directory)
+    for name in names[: len(names) // 2]:
+        assert again.read_bytes(name) == expected[name]
+    assert again.source.usage["spoilt"] == 1
+    headers = payload_asked(web) - before
+    assert headers <= 4096 * 4, "the spoilt block, and headers at most"
+
+
+def test_a_file_gets_its_name_when_all_of_it_is_here(web: far.Web, tmp_path: Path) -> None:
+    directory = place(web, tmp_path, whole=True)
+    for path in web.home.iterdir():
+        assert (directory / path.name).read_bytes() == path.read_bytes(), path.name
+    assert not [*directory.glob(f"*{kept.PART}"), *directory.glob(f"*{kept.JOURNAL}")]
+    before = payload_asked(web)
+    assert read_all(Checkpoint.open(directory)) == read_all(Checkpoint.open(web.home))
+    assert payload_asked(web) == before
+
+
+def test_an_index_that_points_elsewhere_fetches_nothing_there(web: far.Web, tmp_path: Path) -> None:
+    index = web.home / "model.safetensors.index.json"
+    value = json.loads(index.read_text())
+    value["weight_map"]["evil"] = "../../secret.safetensors"
+    index.write_text(json.dumps(value))
+    with pytest.raises(Refused, match="points outside"):
+        Checkpoint.open(place(web, tmp_path))
+    assert not any("secret" in name for name in web.asked)
+
+
+def test_side_files_have_a_limit(web: far.Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror, "SIDE_FILE_LIMIT_BYTES", 1000)
+    (web.home / "tokenizer.json").write_bytes(b" " * 1001)
+    (web.home / "model.safetensors.index.json").unlink()
+    with pytest.raises(Refused, match=r"tokenizer\.json is too large"):
+        place(web, tmp_path)
+    assert not list((tmp_path / "cache" / "remote").iterdir()), "nothing is left of what was not finished"
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("ftp://host/model", "not-available"),
+        ("https://user:secret@host/model", "usage"),
+        ("https://host/model?signature=abc", "usage"),
+    ],
+)
+def test_urls_that_are_not_taken(url: str, code: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused) as caught:
+        mirror.mirror(url, cache=tmp_path)
+    assert caught.value.findings[0].code == code
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_without_a_checkpoint_is_refused(web: far.Web, tmp_path: Path) -> None:
+    (web.home / "config.json").unlink()
+    with pytest.raises(Refused) as caught:
+        place(web, tmp_path)
+    assert caught.value.findings[0].code == "not-found"

@@ -1,0 +1,230 @@
+"""Weights over HTTP: exactly the bytes that were asked for, or a refusal that says why; from a server that fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding
+from firstlight.engine.weights.readers import Cancelled, Job, read_jobs, read_pieces
+from firstlight.engine.weights.sources.base import FileStat
+from firstlight.engine.weights.sources.http import HttpFiles
+from firstlight.engine.weights.sources.retry import Retry
+from tests.engine.weights import far
+
+QUICK = Retry(attempts=3, first_s=0.001, most_s=0.01, stall_s=0.3)
+NAME = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return random.Random(1).randbytes(3_000_000)
+
+
+@pytest.fixture
+def web(tmp_path: Path, content: bytes) -> Iterator[far.Web]:
+    (tmp_path / NAME).write_bytes(content)
+    with far.served(tmp_path) as web:
+        yield web
+
+
+@pytest.fixture
+def source(web: far.Web) -> Iterator[HttpFiles]:
+    source = HttpFiles(web.url, retry=QUICK)
+    yield source
+    source.close()
+
+
+def read(source: HttpFiles, first: int, nbytes: int, name: str = NAME) -> bytes:
+    target = bytearray(nbytes)
+    read_pieces([(name, first, memoryview(target))], 4, source=source)
+    return bytes(target)
+
+
+def refusal(source: HttpFiles, first: int = 0, nbytes: int = 1000, name: str = NAME) -> Finding:
+    with pytest.raises(Refused) as caught:
+        read(source, first, nbytes, name)
+    (finding,) = caught.value.findings
+    assert finding.file
+    assert name in finding.file
+    assert finding.next
+    return finding
+
+
+def test_only_what_is_needed_is_asked_for(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    """Near pieces are one request, far ones are not fetched along."""
+    spans = [(10, 100), (200, 300), (2_000_000, 50), (2_100_000, 50)]
+    targets = [bytearray(count) for _, count in spans]
+    pieces = [(NAME, at, memoryview(one)) for (at, _), one in zip(spans, targets, strict=True)]
+    read_pieces(pieces, 4, source=source)
+    assert [bytes(one) for one in targets] == [content[at : at + count] for at, count in spans]
+    first, *others = web.asked[NAME]
+    assert first == (0, 0), "the size was asked for"
+    assert sorted(others) == [(10, 499), (2_000_000, 2_000_049), (2_100_000, 2_100_049)]
+    assert source.usage["requests"] == 4
+    assert source.usage["fetched"] == 490 + 50 + 50
+
+
+def test_a_large_piece_is_several_requests_at_once(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    assert read(source, 5, len(content) - 5) == content[5:]
+    assert len(web.asked[NAME]) == 4
+    assert web.most_open <= 4
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        far.cut(100_000), far.cut(0), far.short, far.other_range, far.too_much,
+        far.status(503), far.status(429, Retry_After="0"), far.status(500),
+    ],
+    ids=["cut", "cut at once", "short", "other range", "too much", "503", "429", "500"],
+)  # fmt: skip
+def test_what_failed_is_asked_for_again(web: far.Web, source: HttpFiles, content: bytes, fault: far.Fault) -> None:
+    source.stat(NAME)
+    web.faults[NAME] += [fault, fault]
+    assert read(source, 1000, 500_000) == content[1000:501_000]
+    assert source.usage["retries"] == 2
+
+
+def test_what_came_before_a_cut_is_not_fetched_again(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    source.stat(NAME)
+    web.faults[NAME] += [far.cut(300_000), far.cut(100_000)]
+    assert read(source, 0, 500_000) == content[:500_000]
+    firsts = [first for first, _ in web.asked[NAME][1:]]
+    assert firsts[0] == 0
+    assert 0 < firsts[1] <= 300_000, "what had arrived was kept"
+    assert firsts[1] < firsts[2] <= 400_000
+
+
+def test_progress_renews_patience(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    """Many cuts are no end as long as bytes come between them."""
+    source.stat(NAME)
+    web.faults[NAME] += [far.cut(70_000)] * 6
+    assert read(source, 0, 500_000) == content[:500_000]
+
+
+def test_a_stalled_connection_is_given_up_and_gone_on_with(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    source.stat(NAME)
+    web.faults[NAME].append(far.stall(2.0))
+    started_s = time.monotonic()
+    assert read(source, 0, 400_000) == content[:400_000]
+    assert time.monotonic() - started_s < 1.5
+    assert source.usage["retries"] == 1
+
+
+def test_a_server_that_never_recovers_is_refused_after_bounded_attempts(web: far.Web, source: HttpFiles) -> None:
+    source.stat(NAME)
+    web.always[NAME] = far.status(503)
+    finding = refusal(source)
+    assert finding.code == "read-failed"
+    assert "503" in finding.message
+    assert len(web.asked[NAME]) == 1 + QUICK.attempts
+
+
+def test_a_server_without_ranges_is_refused_with_what_to_do(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    web.always[NAME] = far.whole_file
+    finding = refusal(source)
+    assert finding.code == "not-available"
+    assert "download" in str(finding.next)
+    (web.home / "config.json").write_bytes(content[:900])
+    web.always["config.json"] = far.whole_file
+    assert read(source, 0, 900, "config.json") == content[:900], "all of a file is no part"
+
+
+def test_another_etag_is_an_error_that_names_the_file(web: far.Web, source: HttpFiles) -> None:
+    source.stat(NAME)
+    web.versions[NAME] = '"model-2"'
+    finding = refusal(source)
+    assert finding.code == "changed-file"
+    assert '"model-2"' in str(finding.found)
+
+
+def test_another_size_is_an_error_even_under_the_same_etag(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    source.stat(NAME)
+    (web.home / NAME).write_bytes(content + b"x")
+    assert refusal(source).code == "changed-file"
+
+
+def test_sizes_of_before_hold_for_a_process_that_did_not_look_itself(web: far.Web, content: bytes) -> None:
+    source = HttpFiles(web.url, {NAME: FileStat(len(content), '"model-0"')}, QUICK)
+    assert refusal(source).code == "changed-file"
+    assert len(web.asked[NAME]) == 1
+    source.close()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(404, "missing-shard"), (403, "read-failed"), (401, "read-failed")])
+def test_a_status_that_will_not_pass_is_not_tried_again(web: far.Web, source: HttpFiles, code: int, kind: str) -> None:
+    source.stat(NAME)
+    web.always[NAME] = far.status(code)
+    assert refusal(source).code == kind
+    assert len(web.asked[NAME]) == 2
+
+
+def test_a_read_beyond_the_end_is_refused_without_a_request(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    source.stat(NAME)
+    assert refusal(source, len(content) - 10, 1000).code == "truncated-shard"
+    assert len(web.asked[NAME]) == 1
+
+
+def test_redirects_within_http_are_followed_and_remembered(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    (web.home / "blob").write_bytes(content)
+    web.versions["blob"] = web.version(NAME)
+    web.always[NAME] = far.status(302, Location="/elsewhere/blob")
+    assert read(source, 0, 300) == content[:300]
+    assert read(source, 300, 300) == content[300:600]
+    assert len(web.asked[NAME]) == 1, "the end of the redirect was asked from then on"
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://127.0.0.1/x", "gopher://127.0.0.1/"])
+def test_redirects_to_other_schemes_are_refused(web: far.Web, source: HttpFiles, location: str) -> None:
+    web.always[NAME] = far.status(302, Location=location)
+    with pytest.raises(Refused) as caught:
+        read(source, 0, 10)
+    assert caught.value.findings[0].code == "unsafe-file"
+
+
+@pytest.mark.parametrize(
+    ("start", "location"),
+    [
+        ("https://files.example.org/a", "http://files.example.org/a"),
+        ("https://files.example.org/a", "https://169.254.169.254/latest/meta-data"),
+        ("https://files.example.org/a", "https://localhost/a"),
+        ("https://files.example.org/a", "https://10.0.0.7/a"),
+    ],
+)
+def test_redirects_that_lose_safety_are_refused(source: HttpFiles, start: str, location: str) -> None:
+    with pytest.raises(Refused) as caught:
+        source._follow(httpx.URL(start), location)
+    assert caught.value.findings[0].code == "unsafe-file"
+
+
+def test_redirects_in_circles_end(web: far.Web, source: HttpFiles) -> None:
+    web.always[NAME] = far.status(302, Location=NAME)
+    assert "redirects" in refusal(source).message
+
+
+def test_cancelling_ends_readers_and_memory_in_hand_is_bounded(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    cancel = threading.Event()
+    made = 0
+
+    def jobs() -> Iterator[Job]:
+        nonlocal made
+        for start in range(0, 2_900_000, 100_000):
+            made += 1
+            yield Job([(NAME, start, memoryview(bytearray(100_000)))], start)
+
+    taken = read_jobs(jobs(), source, 2, cancel=cancel, ahead_bytes=250_000)
+    assert next(taken).payload == 0
+    assert made <= 4
+    cancel.set()
+    with pytest.raises(Cancelled):
+        list(taken)
+    assert not [one for one in threading.enumerate() if one.name.startswith("read-")]
+    assert made <= 5
