@@ -69,8 +69,9 @@ class Reference:
         """
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         with torch.inference_mode(), quiet():
-            out = self._model(**tensors, output_hidden_states=True, use_cache=False)
-            found = {f"hidden.{i}": state.float().numpy() for i, state in enumerate(out.hidden_states)}
+            with self._first_layer() as seen:
+                out = self._model(**tensors, output_hidden_states=True, use_cache=False)
+            found = {f"hidden.{i}": state.float().numpy() for i, state in enumerate(in_order(out.hidden_states, *seen))}
             found["logits"] = out.logits.float().numpy()
             if len(pictures := pictures_of(tensors)):
                 found["image_features"] = features_of(self._model, pictures)
@@ -113,6 +114,20 @@ class Reference:
             for hook in hooks:
                 hook.remove()
         return kept[0].float().numpy()
+
+    @contextlib.contextmanager
+    def _first_layer(self) -> Iterator[list[Tensor]]:
+        """What went into the first layer and what came out of it, once the model has run."""
+        seen: list[Tensor] = []
+
+        def keep(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            seen[:] = [args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out]
+
+        hook = self._model.get_decoder().layers[0].register_forward_hook(keep, with_kwargs=True)
+        try:
+            yield seen
+        finally:
+            hook.remove()
 
     @contextlib.contextmanager
     def _teacher(self, forced: Mapping[str, NDArray[Any]] | None) -> Iterator[None]:
@@ -192,6 +207,15 @@ def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
     features = getattr(features, "pooler_output", features)
     joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
     return joined.float().flatten(0, -2).numpy()
+
+
+def in_order(states: tuple[Tensor, ...], entered: Tensor, left: Tensor) -> tuple[Tensor, ...]:
+    """The embedding, the output of each layer, the last one behind the final norm, as most architectures give them.
+
+    Mamba's leave the embedding out and give the last layer twice, in front of the norm and behind it. `entered` and
+    `left` are input and output of the first layer.
+    """
+    return (entered, *states[:-2], states[-1]) if torch.equal(states[0], left) else states
 
 
 def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.families.tiny import Tiny, llama
+from tests.families.tiny import VOCAB, Tiny, llama
 
 
 def _kimi_linear(**more: Any) -> dict[str, Any]:
@@ -44,17 +44,78 @@ def _qwen3_next(**more: Any) -> dict[str, Any]:
     )
 
 
+def _mamba2(**more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "mamba2",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 12,
+        "n_groups": 2,
+        "chunk_size": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+def _hybrid(model_type: str, **more: Any) -> dict[str, Any]:
+    return llama(
+        **{
+            "model_type": model_type,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 12,
+            "mamba_chunk_size": 64,
+            **more,
+        }
+    )
+
+
 TINY: dict[str, Tiny] = {
     "kimi_linear": Tiny(_kimi_linear(), 70, shards=2),
     "qwen3_next": Tiny(_qwen3_next(), 70, shards=2),
     "qwen3_next-dense": Tiny(_qwen3_next(num_experts=0, attention_bias=True, linear_conv_kernel_dim=3)),
     "qwen3_5": Tiny(_qwen3_next(model_type="qwen3_5_text", num_experts=None), 70),
     "qwen3_5_moe": Tiny(_qwen3_next(model_type="qwen3_5_moe_text", linear_num_key_heads=4)),
+    "mamba2": Tiny(_mamba2(), 70),
+    "mamba2-limits": Tiny(_mamba2(time_step_limit=(0.3, 0.9), use_bias=True, use_conv_bias=False, n_groups=1)),
+    "bamba": Tiny(_hybrid("bamba", attn_layer_indices=[1]), 70),
+    "bamba-bias": Tiny(_hybrid("bamba", attn_layer_indices=[0], attention_bias=True, mlp_bias=True, mamba_n_groups=2)),
+    "granitemoehybrid": Tiny(
+        _hybrid(
+            "granitemoehybrid",
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=4,
+            shared_intermediate_size=24,
+            embedding_multiplier=2.0,
+            logits_scaling=3.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.4,
+        ),
+        70,
+    ),
+    "granitemoehybrid-dense": Tiny(
+        _hybrid(
+            "granitemoehybrid",
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            num_local_experts=0,
+            shared_intermediate_size=24,
+            position_embedding_type="rope",
+            mamba_proj_bias=True,
+        )
+    ),
 }
 MESHES: dict[str, tuple[str, ...]] = {
     "kimi_linear": ("tp2", "pp2 ep2"),
     "qwen3_next": ("tp2", "pp2 ep2"),
     "qwen3_5": ("tp2",),
     "qwen3_5_moe": ("tp2 ep2",),
+    "mamba2": ("tp2",),
+    "bamba": ("tp2", "pp2"),
+    "granitemoehybrid": ("tp2 ep2",),
 }
-STEPPED: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5")
+STEPPED: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5", "mamba2", "granitemoehybrid")

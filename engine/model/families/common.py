@@ -215,7 +215,7 @@ def decoder(
     config: Config,
     family: str,
     mixer: Callable[[int], Mixer],
-    ffn: Callable[[int], FeedForward],
+    ffn: Callable[[int], FeedForward | None],
     *,
     norm: Norm | None = None,
     norms: tuple[str, ...] = PRE,

@@ -11,6 +11,7 @@ from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import Attention
 from firstlight.engine.model.layers.gated_delta import GatedDelta
+from firstlight.engine.model.layers.mamba2 import Mamba2
 from firstlight.engine.model.layers.mla import MLA
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.moe import MoE
@@ -20,6 +21,7 @@ from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
 MIXERS = {  # one line a block
     specs.Attention: Attention,
     specs.GatedDelta: GatedDelta,
+    specs.Mamba2: Mamba2,
     specs.MLA: MLA,
 }
 FEED_FORWARDS = {specs.MLP: MLP, specs.MoE: MoE}

@@ -7,6 +7,7 @@ from firstlight.engine.model.spec.attention import Attention, Temperature
 from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTensor
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import FeedForward, LayerSpec, Mixer
+from firstlight.engine.model.spec.mamba2 import Mamba2
 from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.mlp import MLP
 from firstlight.engine.model.spec.model import ModelSpec, Vision
@@ -33,6 +34,7 @@ __all__ = [
     "Indexer",
     "Latent",
     "LayerSpec",
+    "Mamba2",
     "MergedProjector",
     "Mixer",
     "MoE",

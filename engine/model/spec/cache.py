@@ -24,20 +24,23 @@ class CacheTensor(msgspec.Struct, frozen=True, kw_only=True):
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of `shape` that a layer keeps per sequence, however long it grows: recurrent or convolution state.
 
-    `divided` names the dim that is cut over tp (whole heads or channels); None: every rank keeps all of it. `dtype`
-    pins its dtype; None follows the cache.
+    `divided` names the dim that is cut over tp (whole heads or channels); None: every rank keeps all of it. Where that
+    dim has `parts`, (size, units) each, they are cut one by one, and several ranks hold a unit where units are fewer.
+    `dtype` pins its dtype; None follows the cache.
     """
 
     name: str
     shape: tuple[int, ...]
     divided: int | None = 0
+    parts: tuple[tuple[int, int], ...] = ()
     dtype: str | None = "F32"
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         if self.divided is None:
             return self.shape
         dim = self.divided
-        return (*self.shape[:dim], self.shape[dim] // tp, *self.shape[dim + 1 :])
+        local = sum(size // min(units, tp) for size, units in self.parts) if self.parts else self.shape[dim] // tp
+        return (*self.shape[:dim], local, *self.shape[dim + 1 :])
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):

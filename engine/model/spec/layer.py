@@ -9,6 +9,7 @@ import msgspec
 from firstlight.engine.model.spec.attention import Attention
 from firstlight.engine.model.spec.cache import CacheSpec
 from firstlight.engine.model.spec.gated_delta import GatedDelta
+from firstlight.engine.model.spec.mamba2 import Mamba2
 from firstlight.engine.model.spec.mla import MLA
 from firstlight.engine.model.spec.mlp import MLP
 from firstlight.engine.model.spec.moe import MoE
@@ -17,7 +18,7 @@ from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rope import Rope
 
-Mixer = Attention | MLA | GatedDelta
+Mixer = Attention | MLA | GatedDelta | Mamba2
 
 
 FeedForward = MLP | MoE
