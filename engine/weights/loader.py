@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.memory import Pool, PoolReport, aligned
+from firstlight.engine.weights.memory import Pool, PoolReport
+from firstlight.engine.weights.pages import Pages, aligned
 from firstlight.engine.weights.placing import TORCH_DTYPES, Placing, Step
 from firstlight.engine.weights.readers import Job, read_jobs
-from firstlight.engine.weights.sources.local import LocalFiles
 
 __all__ = ["TORCH_DTYPES", "LoadProgress", "Weights", "load"]
 
@@ -40,6 +41,8 @@ class Weights:
     """A rank's weights: tensors by storage name and by parameter name (views of the former), and how they came.
 
     `bytes_read` exceeds `bytes_needed`, both as stored, where shares of narrow rows are cut out of whole rows.
+    `read_s` is the time of reading, cutting and converting; standing still for memory that the system had yet to
+    provide is apart, in `pool`. `origin` says in words how the bytes came.
     """
 
     storages: dict[str, Tensor]
@@ -49,6 +52,7 @@ class Weights:
     bytes_needed: int
     read_s: float
     tied_head: bool
+    origin: str = ""
     pools: tuple[Pool, ...] = field(repr=False, default=())
 
     @property
@@ -67,29 +71,46 @@ def load(
     checkpoint: Checkpoint,
     pieces: RankPieces,
     device: torch.device | str = "cpu",
-    threads: int = 4,
+    threads: int | None = None,
     progress: Progress | None = None,
+    reserved: Pages | None = None,
+    cancel: threading.Event | None = None,
 ) -> Weights:
     """Reserves every storage of the rank on `device`, then reads all pieces, in the order of the forward pass.
 
     Pieces stored in the run's dtype in one run of bytes are read straight into place; others pass through staging
-    memory, where they are cut, converted and unpacked. Raises `Refused` when memory or bytes are not there.
+    memory, where they are cut, converted and unpacked while what comes behind is being read. On CPUs memory is backed
+    in the background, ahead of the reading; `reserved` is such memory from before (`pages.reserve`), of the right size.
+    `threads` None: as many readers as suit the source.
+
+    Raises `Refused` when memory or bytes are not there, and `Cancelled` when `cancel` is set; nothing is kept then.
     """
     device = torch.device(device)
-    pool = Pool.reserve(sum(aligned(storage.nbytes) for storage in pieces.storages), "weights", device)
+    nbytes = sum(aligned(storage.nbytes) for storage in pieces.storages)
+    if reserved is None:
+        pool = Pool.reserve(nbytes, "weights", device, wait=False)
+    else:
+        assert (reserved.nbytes, device.type) == (nbytes, "cpu"), "memory for something else"
+        pool = Pool.over(reserved, "weights")
     storages = {storage.name: _allocate(pool, storage, device) for storage in pieces.storages}
     params = {piece.param: _place(storages, piece) for piece in pieces.pieces}
     placing = Placing(checkpoint, params, device)
     total = sum(placing.read_bytes(piece) for piece in pieces.pieces)
-    layer_of = {storage.name: storage.layer for storage in pieces.storages}
-    started, done = time.perf_counter(), 0
-    for job in read_jobs(_jobs(placing, pieces.pieces, layer_of), LocalFiles(), threads, ahead_bytes=AHEAD_BYTES):
-        layer, finishes = job.payload
-        for finish in finishes:
-            finish()
-        done += job.nbytes
-        if progress is not None:
-            progress(LoadProgress(layer, done, total, time.perf_counter() - started))
+    started_s, waited_s, done = time.perf_counter(), pool.waited_s, 0
+    try:
+        jobs = _jobs(placing, pieces, pool, storages)
+        for job in read_jobs(jobs, checkpoint.source, threads, cancel=cancel, ahead_bytes=AHEAD_BYTES):
+            layer, finishes = job.payload
+            for finish in finishes:
+                finish()
+            done += job.nbytes
+            if progress is not None:
+                progress(LoadProgress(layer, done, total, time.perf_counter() - started_s))
+        pool.wait()
+    except BaseException:
+        pool.stop()
+        raise
+    read_s = time.perf_counter() - started_s - (pool.waited_s - waited_s)
     pool.join_pages()
     if pieces.tied_head:
         storages["head.weight"] = storages["embed.weight"]
@@ -99,24 +120,27 @@ def load(
         pieces=pieces,
         bytes_read=done,
         bytes_needed=sum(placing.needed_bytes(piece) for piece in pieces.pieces),
-        read_s=time.perf_counter() - started,
+        read_s=read_s,
         tied_head=pieces.tied_head,
+        origin=checkpoint.source.describe(),
         pools=(pool,),
     )
 
 
-def _jobs(placing: Placing, pieces: Iterable[Piece], layer_of: dict[str, int]) -> Iterator[Job]:
+def _jobs(placing: Placing, pieces: RankPieces, pool: Pool, storages: dict[str, Tensor]) -> Iterator[Job]:
     """Steps in order, small ones together, with the last one's layer and what is to be done once they are read.
 
-    Staging memory is reserved when a job is taken.
+    Staging memory is reserved when a job is taken, which is when the memory that its pieces go to is backed.
     """
+    layer_of = {storage.name: storage.layer for storage in pieces.storages}
     batch: list[Step] = []
     size, layer = 0, 0
-    for piece in pieces:
+    for piece in pieces.pieces:
         for step in placing.steps(piece):
             if batch and size + step.nbytes > JOB_BYTES:
                 yield _job(batch, layer)
                 batch, size = [], 0
+            pool.wait(storages[piece.storage])
             batch.append(step)
             size += step.nbytes
             layer = layer_of[piece.storage]

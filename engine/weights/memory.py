@@ -11,9 +11,17 @@ import msgspec
 import torch
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights.pages import SLOW_HUGE_PAGE_S, Pages, does_not_fit, huge_page_bytes, join
+from firstlight.engine.weights.pages import (
+    ALIGNMENT_BYTES,
+    SLOW_HUGE_PAGE_S,
+    Pages,
+    aligned,
+    does_not_fit,
+    huge_page_bytes,
+    join,
+)
 
-ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the widest vector registers
+__all__ = ["Pool", "PoolReport", "aligned", "measure_read_bandwidth", "writable_bytes"]
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +108,11 @@ class Pool:
             end = None if tensor is None else tensor.data_ptr() + tensor.nbytes - self._data_N.data_ptr()
             self._pages.wait(end)
 
+    @property
+    def waited_s(self) -> float:
+        """For how long somebody stood still for pages so far."""
+        return self._reserve_s if self._pages is None else self._pages.waited_s
+
     def stop(self) -> None:
         """Back no more pages in the background, for a load that is given up."""
         if self._pages is not None:
@@ -168,11 +181,6 @@ class Pool:
         nbytes, unknown = huge_page_bytes(self._data_N.data_ptr(), self.reserved_bytes)
         reason = self._pages.reason if self._pages is not None and nbytes != self.reserved_bytes else None
         return nbytes, unknown or reason
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to what a tensor of that size takes from a pool."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview:

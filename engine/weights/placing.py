@@ -67,7 +67,7 @@ class Placing:
         run = cover(info, piece.region)
         same = STORED_DTYPES[info.dtype] == place.dtype and place.is_contiguous() and self.device.type == "cpu"
         if same and not piece.transpose and is_whole(info, piece.region, run):
-            yield Step(run.nbytes, lambda: (list(run.reads(self._path(info), writable_bytes(place))), _nothing), False)
+            yield Step(run.nbytes, lambda: (list(run.reads(info.file, writable_bytes(place))), _nothing), False)
             return
         yield from self._staged(piece, info, run)
 
@@ -82,9 +82,6 @@ class Placing:
         if piece.packed is None:
             return math.prod(piece.shape) * DTYPE_BITS[self.checkpoint.tensors[piece.tensor].dtype] // 8
         return piece.packed.box_bytes(_box(piece.region))
-
-    def _path(self, info: TensorInfo) -> str:
-        return str(self.checkpoint.path(info.file))
 
     def _staged(self, piece: Piece, info: TensorInfo, run: Run) -> Iterator[Step]:
         """Rows at a time, as many as staging memory takes."""
@@ -112,7 +109,7 @@ class Placing:
         views, start = [], 0
         for info, run in wanted:
             view = staging[start : start + run.nbytes]
-            reads.extend(run.reads(self._path(info), writable_bytes(view)))
+            reads.extend(run.reads(info.file, writable_bytes(view)))
             views.append(view)
             start += aligned(run.nbytes)
         return reads, views

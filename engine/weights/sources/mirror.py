@@ -214,8 +214,9 @@ def _fetch_side_files(far: ByteSource, url: str, files: Mapping[str, tuple[int, 
                 next="name the folder of one checkpoint",
             )
         )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}-", dir=directory.parent))
+    home = directory.parent.parent
+    home.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
     try:
         with ThreadPoolExecutor(8) as pool:
             for name, data in zip(
@@ -233,6 +234,7 @@ def _fetch_side_files(far: ByteSource, url: str, files: Mapping[str, tuple[int, 
 
 
 def _take_name(scratch: Path, directory: Path) -> None:
+    directory.parent.mkdir(exist_ok=True)
     try:
         scratch.rename(directory)
     except OSError:
@@ -279,8 +281,7 @@ def _write(directory: Path, pointer: Pointer) -> None:
 
 def _folder(url: str, files: Mapping[str, tuple[int, str | None]]) -> str:
     digest = hashlib.sha256(msgspec.json.encode([url, sorted(files.items())])).hexdigest()[:16]
-    name = re.sub(r"[^\w.-]", "_", url.rpartition("/")[2]) or "checkpoint"
-    return f"{name}-{digest}"
+    return f"{digest}/{re.sub(r'[^A-Za-z0-9._-]', '_', url.rpartition('/')[2]).lstrip('.') or 'checkpoint'}"
 
 
 def _nothing(url: str, found: str) -> Refused:
