@@ -30,7 +30,7 @@ TEXT: Mapping[str, Any] = {
     "intermediate_size": 128,
     "kv_lora_rank": 32,
     "max_position_embeddings": 4096,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_experts": 8,
@@ -199,7 +199,8 @@ def _latent_attention(prefix: str, text: Mapping[str, Any]) -> Iterator[tuple[st
     yield f"{prefix}.kv_a_proj_with_mqa.weight", _matrix(kv_rank + shared, hidden)
     yield f"{prefix}.kv_a_layernorm.weight", _around_one(kv_rank)
     yield f"{prefix}.kv_b_proj.weight", _matrix(heads * (nope + value), kv_rank)
-    yield f"{prefix}.g_proj.weight", _matrix(heads * value, hidden)
+    if text["mla_use_output_gate"]:
+        yield f"{prefix}.g_proj.weight", _matrix(heads * value, hidden)
     yield f"{prefix}.o_proj.weight", _matrix(hidden, heads * value)
 
 
@@ -215,7 +216,8 @@ def _latent_moe(prefix: str, text: Mapping[str, Any]) -> Iterator[tuple[str, Ten
     yield f"{prefix}.gate.e_score_correction_bias", 0.3 * torch.randn(text["num_experts"])
     yield f"{prefix}.routed_expert_down_proj.weight", _matrix(latent, hidden)
     yield f"{prefix}.routed_expert_up_proj.weight", _matrix(hidden, latent)
-    yield f"{prefix}.routed_expert_norm.weight", _around_one(latent)
+    if text["latent_moe_use_norm"]:
+        yield f"{prefix}.routed_expert_norm.weight", _around_one(latent)
     yield from _mlp(f"{prefix}.shared_experts", width * text["num_shared_experts"], hidden)
     for expert in range(text["num_experts"]):
         for part, rows, columns in (("w1", width, latent), ("w2", latent, width), ("w3", width, latent)):

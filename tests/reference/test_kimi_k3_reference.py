@@ -228,6 +228,6 @@ def test_the_tiny_release_has_the_names_and_forms_of_the_real_one(tmp_path: Path
     assert tensors[kda + "A_log"].shape == (16,)
     assert not tensors[kda + "A_log"][4:].any()
     expert = "language_model.model.layers.1.block_sparse_moe.experts.7.w2."
-    assert tensors[expert + "weight_packed"].shape == (32, 32)
-    assert tensors[expert + "weight_scale"].shape == (32, 2)
+    assert tensors[expert + "weight_packed"].shape == (32, 16)
+    assert tensors[expert + "weight_scale"].shape == (32, 1)
     assert tensors[expert + "weight_scale"].dtype == torch.uint8
