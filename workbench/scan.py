@@ -20,7 +20,7 @@ from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files, side_file_rows
-from firstlight.workbench.stock import Kind, by_dtype, stock
+from firstlight.engine.weights.stock import Kind, by_dtype, stock
 
 if TYPE_CHECKING:
     from firstlight.workbench.manifest import Manifest

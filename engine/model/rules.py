@@ -7,7 +7,7 @@ alternatives.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -78,6 +78,10 @@ class Matcher:
         self.rules = tuple(rules)
         compiled = [(re.compile(_pattern(item.tensor) + r"\Z"), item) for item in self.rules]
         self._particular = [pair for pair in compiled if _PARTICULAR.search(pair[1].tensor)]
+        self._particular_kinds = [
+            (re.compile(_kind_pattern(item.tensor) + r"\Z"), re.compile(rf"^{_pattern(item.tensor)}$", re.MULTILINE))
+            for _, item in self._particular
+        ]
         self._general = [pair for pair in compiled if not _PARTICULAR.search(pair[1].tensor)]
         self._by_shape: dict[str, Template | None] = {}
 
@@ -94,6 +98,26 @@ class Matcher:
             return None
         item, templates = found
         return Match(item, tuple(template.format(*numbers, e="{e}") for template in templates))
+
+    def match_kind(self, kind: str, names: Sequence[str]) -> Template | None:
+        """The rule of all names that are `kind` but for `*` in place of numbers; its params have `*` for the same.
+
+        None when there is no one rule for all of them: then each is to be matched on its own.
+        """
+        text = "\n".join(names)
+        if text.count("\n") >= len(names):
+            return None
+        if any(shape.match(kind) and lines.search(text) for shape, lines in self._particular_kinds):
+            return None
+        found = self._find(names[0])
+        if found is None:
+            return None
+        item, templates = found
+        numbers = [f"{{{index}}}" for index in range(kind.count("*"))]
+        for template in templates:
+            if re.findall(r"\{\d+\}", template) != numbers or "*" in template:
+                return None
+        return item, tuple(re.sub(r"\{\d+\}", "*", template) for template in templates)
 
     def _find(self, name: str) -> Template | None:
         """The rule and its parameter names with `{0}`, `{1}` ... for the numbers of the tensor name, in order."""
@@ -123,5 +147,22 @@ def _pattern(tensor: str) -> str:
         else piece
         if piece in ("|", ")")
         else re.escape(piece)
+        for piece in pieces
+    )
+
+
+def _kind_pattern(tensor: str) -> str:
+    """The same for names with `*` in place of some numbers: what does not match speaks of no name of the kind."""
+    pieces = re.split(r"(\{[\w*]+\}|[(|)])", tensor)
+    return "".join(
+        ".*"
+        if piece == "{*}"
+        else r"(?:\d+|\*)"
+        if piece.startswith("{")
+        else "(?:"
+        if piece == "("
+        else piece
+        if piece in ("|", ")")
+        else re.sub(r"\d+", r"(?:\g<0>|\\*)", re.escape(piece))
         for piece in pieces
     )

@@ -37,6 +37,8 @@ from firstlight.engine.weights.naming import by_pattern, pattern_range, shown
 from firstlight.engine.weights.packed import FLOATS, group, left_out, weight_name, with_columns
 from firstlight.engine.weights.padding import padded_findings
 from firstlight.engine.weights.source import Region, Source
+from firstlight.engine.weights.stock import Kind, stock
+from firstlight.engine.weights.wholesale import enter_kinds
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
@@ -79,18 +81,22 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher) -> Ledger:
+def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Sequence[Kind] | None = None) -> Ledger:
     """Matches every tensor to parameters and back; nothing is guessed.
+
+    `kinds`: all tensors by kind, where the caller has them; kinds that are sound throughout are entered at once.
 
     Nothing is read but two tied heads, and the tails of padded tensors.
     Quantized weights are put together first, codes with their scales, as the configuration and the headers have them.
     """
     params = {param.name: param for param in spec.parameters()}
     scheme, findings = _scheme(checkpoint)
-    grouped = group(checkpoint.tensors, scheme)
     book = _Book(params, checkpoint, scheme)
+    enter_kinds(book, stock(checkpoint.tensors.values()) if kinds is None else kinds, checkpoint.tensors, matcher)
+    others = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in book.consumed}
+    grouped = group(others, scheme)
     book.findings.extend((*findings, *grouped.findings))
-    for tensor in checkpoint.tensors.values():
+    for tensor in others.values():
         if tensor.name in grouped.companions:
             continue
         packed = grouped.weights.get(tensor.name)

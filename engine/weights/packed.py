@@ -101,7 +101,7 @@ class _Grouping:
         self.broken: dict[str, str] = {}
         self.problems: dict[Problem, list[str]] = {}
         self.unannounced: dict[str, list[str]] = {}
-        self.suffixes = {format_: _suffixes(format_) for format_ in scheme.formats}
+        self.suffixes = {format_: suffixes(format_) for format_ in scheme.formats}
         self.forms: dict[object, Format | Problem] = {}
 
     def enter(self, name: str, main: TensorInfo) -> None:
@@ -135,7 +135,7 @@ class _Grouping:
         key = (format_, *((suffix, tensor.dtype, tensor.shape) for suffix, tensor in there.items()))
         form = self.forms.get(key)
         if form is None:
-            form = self.forms[key] = _fitting(format_, main, there)
+            form = self.forms[key] = fitting(format_, main, there)
         if not isinstance(form, Format):
             return form
         parts = tuple(there[part.suffix] for part in form.parts)
@@ -149,12 +149,12 @@ class _Grouping:
         return Grouped(self.weights, self.companions, self.broken, tuple(findings))
 
 
-def _suffixes(format_: Format) -> tuple[Part, ...]:
+def suffixes(format_: Format) -> tuple[Part, ...]:
     """Every part that any spelling of a format has, once."""
     return tuple({part.suffix: part for variant in format_.variants() for part in variant.parts}.values())
 
 
-def _fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Format | Problem:
+def fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Format | Problem:
     """The spelling of a format that takes all the tensors that are there, or what is wrong with the nearest."""
     problems: list[tuple[int, Problem]] = []
     for variant in format_.variants():

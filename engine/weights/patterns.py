@@ -50,6 +50,15 @@ def numbers(pattern: str, names: Sequence[str]) -> list[list[int]]:
 
 def _columns(pattern: str, names: Sequence[str], count: int) -> list[set[str]] | None:
     """The texts at the stars of a pattern, found by taking away what lies between; None where that goes wrong."""
+    flat = _bare(pattern, names)[1:-1].replace("\n", ".").split(".")
+    if len(flat) != count * len(names):
+        return None
+    columns = [set(flat[place::count]) for place in range(count)]
+    return columns if all(map(_is_number, (part for column in columns for part in column))) else None
+
+
+def _bare(pattern: str, names: Sequence[str]) -> str:
+    """Names as lines of what stands at the stars, with dots between, if they are of the pattern."""
     before, *between = pattern.split("*")
     text = "\n" + "\n".join(names) + "\n"
     if before:
@@ -58,11 +67,24 @@ def _columns(pattern: str, names: Sequence[str], count: int) -> list[set[str]] |
         text = text.replace(f"{between[-1]}\n", "\n")
     for words in between[:-1]:
         text = text.replace(words, ".")
-    flat = text[1:-1].replace("\n", ".").split(".")
-    if len(flat) != count * len(names):
+    return text
+
+
+def renamed(names: Sequence[str], pattern: str, other: str) -> list[str] | None:
+    """Names of one pattern as names of another with the same numbers in the same order; None for more than two stars.
+
+    `layers.3.mlp.w1` of `layers.*.mlp.w1` becomes `blocks.3.up` of `blocks.*.up`.
+    """
+    stars = pattern.count("*")
+    if not names or not 1 <= stars <= 2 or other.count("*") != stars:
         return None
-    columns = [set(flat[place::count]) for place in range(count)]
-    return columns if all(map(_is_number, (part for column in columns for part in column))) else None
+    text = _bare(pattern, names)
+    if text.count(".") != (stars - 1) * len(names) or text.count("\n") != len(names) + 1:
+        return None
+    before, *between = other.split("*")
+    if stars == 2:
+        text = text.replace(".", between[0])
+    return (before + text[1:-1].replace("\n", f"{between[-1]}\n{before}") + between[-1]).split("\n")
 
 
 def _is_number(part: str) -> bool:

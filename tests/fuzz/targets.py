@@ -22,7 +22,7 @@ from firstlight.engine.weights.index import INDEX
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
-from firstlight.workbench.stock import stock
+from firstlight.engine.weights.stock import stock
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.patterns import grouped, numbers, renamed, with_numbers
 
 _name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
 VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the names of what is not the text model
@@ -36,6 +36,10 @@ class Kind:
         """The pattern with the numbers that occur."""
         return with_numbers(self.pattern, self.numbers)
 
+    def as_names(self, pattern: str) -> list[str] | None:
+        """What the tensors would be called by another pattern with the same numbers; None where that is not known."""
+        return renamed(self.names, self.pattern, pattern)
+
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(dict.fromkeys(map(_shape, self.tensors)))
@@ -47,6 +51,11 @@ class Kind:
     @cached_property
     def nbytes(self) -> int:
         return sum(map(_nbytes, self.tensors))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all have one dtype and one shape."""
+        return len(self.shapes) == 1 and len(self.dtypes) == 1
 
     @property
     def is_text(self) -> bool:

@@ -1,0 +1,151 @@
+"""The account of tensors by the ten thousand: kinds whose members are all sound are entered at once.
+
+What it does is what the account of single tensors does; a kind about which anything is unusual is left to that. No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import repeat
+from operator import attrgetter
+from typing import Protocol
+
+import msgspec
+
+from firstlight.engine.model.rules import Matcher
+from firstlight.engine.model.spec import Param
+from firstlight.engine.weights.formats.grid import Format, Packed
+from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
+from firstlight.engine.weights.formats.scheme import Scheme
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.packed import FLOATS, fitting, part_names, suffixes, weight_name, with_columns
+from firstlight.engine.weights.source import Region, Source
+from firstlight.engine.weights.stock import Kind
+
+FEWEST = 16  # members of a kind that are worth the trouble
+_shape_of, _role_of = attrgetter("shape"), attrgetter("role")
+
+
+class Book(Protocol):
+    """The account while it is being written, as far as it is written here."""
+
+    params: Mapping[str, Param]
+    scheme: Scheme
+    sources: dict[str, Source]
+    consumed: dict[str, tuple[str, ...]]
+    plain: list[str]
+
+
+class _Weights(msgspec.Struct, frozen=True):
+    """Weights of one kind: their names' pattern, shape, first tensors, and, quantized, all of their tensors."""
+
+    pattern: str
+    shape: tuple[int, ...]
+    mains: Kind
+    format: Format | None = None
+    parts: tuple[list[TensorInfo], ...] = ()
+
+
+def enter_kinds(book: Book, kinds: Iterable[Kind], tensors: Mapping[str, TensorInfo], matcher: Matcher) -> None:
+    """Enters every kind of at least `FEWEST` tensors that is sound from the first member to the last."""
+    by_pattern = {kind.pattern: kind for kind in kinds}
+    many = [kind for kind in by_pattern.values() if len(kind.tensors) >= FEWEST and kind.is_uniform]
+    for kind in many:
+        if kind.dtypes[0] not in FLOATS and (weights := _packed(kind, by_pattern, tensors, book.scheme)) is not None:
+            _enter(book, weights, matcher)
+    for kind in many:
+        if kind.dtypes[0] in FLOATS and kind.names[0] not in book.consumed:
+            _enter(book, _Weights(kind.pattern, kind.shapes[0], kind), matcher)
+
+
+def _packed(
+    kind: Kind, kinds: Mapping[str, Kind], tensors: Mapping[str, TensorInfo], scheme: Scheme
+) -> _Weights | None:
+    """The quantized weights whose codes are a kind, if each has the same parts of the same shapes."""
+    weight = weight_name(kind.pattern)
+    if weight is None or scheme.numbered:
+        return None
+    format_ = scheme.of((weight_name(kind.names[0]) or "").removesuffix(".weight"))
+    if format_ is None:
+        return None
+    there: dict[str, list[TensorInfo]] = {}
+    for part in suffixes(format_):
+        for pattern in part_names(weight, part):
+            other = kinds.get(pattern)
+            if other is None:
+                continue
+            found = kind.tensors if other is kind else _of_each(kind, other, tensors)
+            if found is None:
+                return None
+            there[part.suffix] = found
+    form = fitting(format_, kind.tensors[0], {suffix: found[0] for suffix, found in there.items()})
+    if not isinstance(form, Format) or form.swapped:
+        return None
+    shape = form.weight_shape(kind.shapes[0])
+    if shape is None:
+        return None
+    return _Weights(weight, shape, kind, form, tuple(there[part.suffix] for part in form.parts))
+
+
+def _of_each(kind: Kind, other: Kind, tensors: Mapping[str, TensorInfo]) -> list[TensorInfo] | None:
+    """The member of another kind with the numbers of each member of this one; None where one is absent or unlike."""
+    names = kind.as_names(other.pattern)
+    if names is None or not other.is_uniform:
+        return None
+    found = list(map(tensors.get, names))
+    return found if all(found) else None  # type: ignore[return-value]
+
+
+def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
+    names = weights.mains.names if weights.format is None else weights.mains.as_names(weights.pattern)
+    found = matcher.match_kind(weights.pattern, names) if names is not None else None
+    if names is None or found is None:
+        return
+    rule, patterns = found
+    if len(patterns) != 1 or rule.stacked or rule.transpose or rule.unpad:
+        return
+    filled = weights.mains.as_names(patterns[0])
+    if filled is None:
+        return
+    params = list(map(book.params.get, filled))
+    if not all(params) or not book.sources.keys().isdisjoint(filled):
+        return
+    shapes, roles = set(map(_shape_of, params)), set(map(_role_of, params))
+    shape = _with_columns(weights, names[0], shapes)
+    if shapes != {shape}:
+        return
+    if weights.format is None and not _is_meant(book, weights, len(shape), roles):
+        return
+    region: Region = tuple((0, size, 1) for size in shape)
+    ones = list(zip(filled, strict=True))
+    if weights.format is None:
+        packs: Iterable[Packed | None] = repeat(None)
+        book.consumed.update(zip(weights.mains.names, ones, strict=True))
+    else:
+        parts = zip(*weights.parts, strict=True)
+        packs = map(Packed, names, repeat(shape), repeat(weights.format), parts)
+        for part in weights.parts:
+            book.consumed.update(zip([tensor.name for tensor in part], ones, strict=True))
+    sources = map(Source, weights.mains.names, repeat(region), repeat(False), repeat(False), packs)
+    book.sources.update(zip(filled, sources, strict=True))
+
+
+def _with_columns(weights: _Weights, name: str, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of the weights, less the columns of a last word that is part empty, as the parameter has it."""
+    if weights.format is None or weights.format.padding == 1 or len(shapes) != 1:
+        return weights.shape
+    first = Packed(name, weights.shape, weights.format, tuple(part[0] for part in weights.parts))
+    (wanted,) = shapes
+    return (with_columns(first, wanted[-1]) or first).shape if wanted else weights.shape
+
+
+def _is_meant(book: Book, weights: _Weights, dims: int, roles: set[str]) -> bool:
+    """Whether tensors stored plain may be so; what the configuration calls quantized is noted, as in single account."""
+    if dims != 2 or not book.scheme.groups or roles.isdisjoint(QUANTIZED_ROLES):
+        return True
+    if book.scheme.numbered or not roles <= set(QUANTIZED_ROLES):
+        return False
+    if book.scheme.of(weights.mains.names[0].removesuffix(".weight")) is not None:
+        book.plain.extend(weights.mains.names)
+    return True

@@ -1,0 +1,107 @@
+"""Kinds entered at once give the account that single tensors give, right checkpoints and wrong ones alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights import wholesale
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import Ledger, account
+from tests.engine.weights.releases import Stored, kimi_k3_tensors, shipped_config, write_release
+
+Get = Callable[[str], Path]
+
+
+def both(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, Ledger]:
+    """The account with kinds entered at once from two members on, and with none."""
+    checkpoint = Checkpoint.open(home)
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    found = []
+    for fewest in (2, 1 << 60):
+        monkeypatch.setattr(wholesale, "FEWEST", fewest)
+        found.append(account(checkpoint, spec, matcher))
+    return found[0], found[1]
+
+
+def small_k3() -> tuple[dict[str, Any], list[Stored]]:
+    """Kimi K3 with 8 layers and 12 experts, everything else as released; headers only."""
+    config = shipped_config("kimi-k3")
+    text, linear = config["text_config"], config["text_config"]["linear_attn_config"]
+    text.update(num_hidden_layers=8, num_experts=12, num_experts_per_token=4)
+    for key in ("full_attn_layers", "kda_layers"):
+        linear[key] = [number for number in linear[key] if number <= 8]
+    return config, list(kimi_k3_tensors(config))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "llama-biases", "qwen3_moe", "deepseek_v3", "gemma2", "llava-clip", "mixtral"]
+)
+def test_as_tensor_by_tensor(name: str, checkpoint: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, plain = both(checkpoint(name), monkeypatch)
+    assert fast == plain
+    assert fast.complete
+
+
+def test_packed_weights_with_their_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = small_k3()
+    fast, plain = both(write_release(tmp_path / "k3", config, tensors, 3), monkeypatch)
+    assert fast == plain
+    assert fast.complete
+    assert fast.summary()["tensors_consumed"] == len(tensors)
+
+
+def test_few_tensors_are_looked_at_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = small_k3()
+    checkpoint = Checkpoint.open(write_release(tmp_path / "k3", config, tensors, 3))
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    asked: list[str] = []
+    plain = matcher.match
+    monkeypatch.setattr(matcher, "match", lambda name: asked.append(name) or plain(name))
+    monkeypatch.setattr(wholesale, "FEWEST", 2)
+    assert account(checkpoint, spec, matcher).complete
+    assert len(asked) * 8 < len(tensors)
+
+
+EXPERT = "language_model.model.layers.3.block_sparse_moe.experts.5."
+CHANGES: dict[str, Callable[[list[Stored]], Any]] = {
+    "a scale is not there": lambda t: [item for item in t if item[0] != f"{EXPERT}w1.weight_scale"],
+    "codes are not there": lambda t: [item for item in t if item[0] != f"{EXPERT}w2.weight_packed"],
+    "a scale of another shape": lambda t: [
+        (n, d, (3072, 56)) if n == f"{EXPERT}w1.weight_scale" else (n, d, s) for n, d, s in t
+    ],
+    "codes of another dtype": lambda t: [(n, "I64" if n == f"{EXPERT}w1.weight_packed" else d, s) for n, d, s in t],
+    "an expert too many": lambda t: [*t, *((n.replace(".5.", ".12."), d, s) for n, d, s in t if EXPERT in n)],
+    "a name misspelt": lambda t: [(n.replace("w3", "w4") if EXPERT in n else n, d, s) for n, d, s in t],
+    "a whole kind misspelt": lambda t: [(n.replace(".w3.", ".w4."), d, s) for n, d, s in t],
+    "a whole kind of another shape": lambda t: [
+        (n, d, (2, *s)) if n.endswith("input_layernorm.weight") else (n, d, s) for n, d, s in t
+    ],
+    "twice under two names": lambda t: [
+        *t,
+        *((n.replace("language_model.model", "model.language_model"), d, s) for n, d, s in t if "o_proj" in n),
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_wrong_is_found_all_the_same(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = small_k3()
+    fast, plain = both(write_release(tmp_path / "k3", config, CHANGES[change](tensors), 3), monkeypatch)
+    assert fast == plain
+    assert not fast.complete
+
+
+@pytest.mark.parametrize("kept", [["re:.*layers.3.*"], ["model.layers.1"], ["re:.*experts.*"]])
+def test_modules_that_configurations_leave_out(
+    kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = small_k3()
+    config["text_config"]["quantization_config"]["ignore"] += kept
+    fast, plain = both(write_release(tmp_path / "k3", json.loads(json.dumps(config)), tensors, 3), monkeypatch)
+    assert fast == plain
