@@ -98,9 +98,8 @@ class Reference:
 
         None when the reference's layer has no attention module under a name known here.
         """
-        layer = self._model.get_decoder().layers[index]
-        sandwiched = hasattr(layer, "pre_feedforward_layernorm")
-        source = layer.post_attention_layernorm if sandwiched else getattr(layer, "self_attn", None)
+        layer = decoder_layers(self._model)[index]
+        source = behind_mixer(layer)
         if source is None:
             return None
         kept: list[Tensor] = []
@@ -123,7 +122,7 @@ class Reference:
         def keep(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             seen[:] = [args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out]
 
-        hook = self._model.get_decoder().layers[0].register_forward_hook(keep, with_kwargs=True)
+        hook = decoder_layers(self._model)[0].register_forward_hook(keep, with_kwargs=True)
         try:
             yield seen
         finally:
@@ -132,7 +131,7 @@ class Reference:
     @contextlib.contextmanager
     def _teacher(self, forced: Mapping[str, NDArray[Any]] | None) -> Iterator[None]:
         hooks = []
-        layers = self._model.get_decoder().layers if forced is not None else ()
+        layers = decoder_layers(self._model) if forced is not None else ()
         for index, layer in enumerate(layers):
             assert forced is not None
             hook = replace_input(torch.from_numpy(forced[f"hidden.{index}"]))
@@ -207,6 +206,24 @@ def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
     features = getattr(features, "pooler_output", features)
     joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
     return joined.float().flatten(0, -2).numpy()
+
+
+def decoder_layers(model: Any) -> Any:
+    """The decoder's layers, under the names that releases have for them."""
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        for name in ("layers", "h"):
+            if isinstance(found := getattr(module, name, None), torch.nn.ModuleList):
+                return found
+    raise unavailable(type(model).__name__, "its decoder has no list of layers")
+
+
+def behind_mixer(layer: Any) -> Any | None:
+    """The module whose output a layer adds to the residual stream first: the attention, or a norm behind it."""
+    if hasattr(layer, "post_feedforward_layernorm"):  # Gemma 2, OLMo 2: what norms the feed-forward's output has a twin
+        return layer.post_attention_layernorm
+    names = ("post_self_attn_layernorm", "self_attn", "attn")
+    return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
 
 
 def in_order(states: tuple[Tensor, ...], entered: Tensor, left: Tensor) -> tuple[Tensor, ...]:

@@ -28,6 +28,8 @@ from firstlight.workbench.reference import (
     Arrays,
     Reference,
     SplitSums,
+    behind_mixer,
+    decoder_layers,
     features_of,
     load_transformers,
     pictures_of,
@@ -102,9 +104,10 @@ class StreamedReference:
         kept: list[Tensor] = []
         with torch.inference_mode(), quiet():
             model = self._part(index)
-            layer = model.get_decoder().layers[0]
-            sandwiched = hasattr(layer, "pre_feedforward_layernorm")
-            source = layer.post_attention_layernorm if sandwiched else layer.self_attn
+            layer = decoder_layers(model)[0]
+            source = behind_mixer(layer)
+            if source is None:
+                return None
             source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out))
             self._run_part(model, index, tensors, torch.from_numpy(given))
         return kept[0].float().numpy()
@@ -133,7 +136,7 @@ class StreamedReference:
     ) -> tuple[Tensor, Any]:
         """The output of the one layer, before any norm, and of the model around it."""
         kept: list[Tensor] = []
-        layer = model.get_decoder().layers[0]
+        layer = decoder_layers(model)[0]
         with contextlib.ExitStack() as hooks:
             if given is not None:
                 hooks.callback(layer.register_forward_pre_hook(replace_input(given), with_kwargs=True).remove)

@@ -168,6 +168,36 @@ TINY: dict[str, Tiny] = {
             "eos_token_id": 2,
         }
     ),
+    "llama4": Tiny(
+        _kind(
+            "llama4_text",
+            head_dim=8,
+            intermediate_size=20,
+            intermediate_size_mlp=48,
+            num_hidden_layers=4,
+            no_rope_layers=[1, 0, 1, 0],
+            attention_chunk_size=9,
+            floor_scale=8,
+            attn_scale=0.6,
+            interleave_moe_layer_step=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        40,
+    ),
+    "llama4-one-expert": Tiny(
+        _kind(
+            "llama4_text",
+            head_dim=8,
+            intermediate_size_mlp=48,
+            no_rope_layer_interval=2,
+            attention_chunk_size=None,
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+        )
+    ),
     "olmo": Tiny(_kind("olmo", clip_qkv=1.1)),
     "olmo2": Tiny(_kind("olmo2", attention_bias=True)),
     "olmo3": Tiny(
@@ -209,8 +239,9 @@ MESHES: dict[str, tuple[str, ...]] = {
     "glm": ("tp4",),
     "gpt2": ("tp2", "pp2"),
     "granite": ("tp2 pp2",),
+    "llama4": ("tp2 ep2", "pp2"),
     "olmo2": ("tp2", "tp4"),  # two key heads: at tp 4 each counts twice in the mean of squares
     "phi": ("tp2 pp2",),
     "phi3": ("tp2",),
 }
-STEPPED = ("deepseek_v32", "glm_moe_dsa", "gemma3", "gpt2", "ministral3", "olmo3")
+STEPPED = ("deepseek_v32", "glm_moe_dsa", "gemma3", "gpt2", "llama4", "ministral3", "olmo3")

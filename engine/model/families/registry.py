@@ -13,7 +13,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.rules import Matcher, WeightRule, under
+from firstlight.engine.model.rules import Matcher, Part, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
 
 MODULES = (  # one line a family
@@ -29,19 +29,23 @@ MODULES = (  # one line a family
     "kimi_k3",
     "kimi_linear",
     "llama",
+    "llama4",
     "llama_kin",
     "llava",
     "mamba2",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo",
     "phi",
     "phi3",
     "qwen2",
+    "qwen2_vl",
     "qwen3",
     "qwen3_5",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
 )
 
 
@@ -110,8 +114,7 @@ class Families(Mapping[str, Family]):
         return spec, Matcher(rules)
 
     def _spec(self, family: Family, config: Config) -> ModelSpec:
-        nested = [(self.of(config.sub(part.key), part.default), config.sub(part.key)) for part in family.parts]
-        inner = [self._spec(inner, inner_config) for inner, inner_config in nested]
+        inner = [self._spec(*self._nested(part, config)) for part in family.parts]
         try:
             # Values go into the spec as they are written; to JSON and back checks the type of each.
             return msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)
@@ -121,9 +124,15 @@ class Families(Mapping[str, Family]):
     def _rules(self, family: Family, config: Config) -> tuple[WeightRule, ...]:
         rules = (family.left_out(config) if family.left_out else ()) + family.rules
         for part in family.parts:
-            nested = config.sub(part.key)
-            rules += under(part.prefix, self._rules(self.of(nested, part.default), nested))
+            rules += under(part.prefix, self._rules(*self._nested(part, config)))
         return rules
+
+    def _nested(self, part: Part, config: Config) -> tuple[Family, Config]:
+        """The family of a part, and its configuration."""
+        if part.flat and part.key not in config and part.default is not None:
+            return self._families[part.default], config
+        nested = config.sub(part.key)
+        return self.of(nested, part.default), nested
 
 
 def _unusable(family: Family, config: Config, error: Exception) -> Finding:
