@@ -23,7 +23,7 @@ def spec(config: Config) -> ModelSpec:
     config.only("use_qk_norm", True, default=True)
     config.only("use_cla", False, default=False)
     config.only("use_mixed_mlp_moe", True, default=True)
-    width = int(_one(config, "moe_intermediate_size", config.size("intermediate_size")))  # type: ignore[call-overload]
+    config.get("moe_intermediate_size")  # experts are as wide as the shared one; the tensors' shapes hold it
     config.only("num_shared_expert", 1, [1] * config.size("num_hidden_layers"), default=1)
     attention = gqa(config, qkv_bias=bias, output_bias=bias, qk_norm=norm, qk_norm_last=True)
     chooses = router(config, top_k=_one(config, "moe_topk", 1), float32=True, eps=0.0)
@@ -31,7 +31,6 @@ def spec(config: Config) -> ModelSpec:
         config,
         chooses,
         "intermediate_size",
-        intermediate=width,
         shared=MLP(intermediate=config.size("intermediate_size"), activation=activation(config)),
     )
     return decoder(config, "hunyuan_v1_moe", lambda i: attention, lambda i: moe, norm=norm)
