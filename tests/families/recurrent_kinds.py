@@ -75,6 +75,27 @@ def _hybrid(model_type: str, **more: Any) -> dict[str, Any]:
     )
 
 
+def _nemotron_h(*kinds: str, **more: Any) -> dict[str, Any]:
+    return llama(
+        **{
+            "model_type": "nemotron_h",
+            "layers_block_type": list(kinds),
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 20,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "layer_norm_epsilon": 1e-5,
+            "num_hidden_layers": None,
+            **more,
+        }
+    )
+
+
 TINY: dict[str, Tiny] = {
     "kimi_linear": Tiny(_kimi_linear(), 70, shards=2),
     "qwen3_next": Tiny(_qwen3_next(), 70, shards=2),
@@ -82,7 +103,7 @@ TINY: dict[str, Tiny] = {
     "qwen3_5": Tiny(_qwen3_next(model_type="qwen3_5_text", num_experts=None), 70),
     "qwen3_5_moe": Tiny(_qwen3_next(model_type="qwen3_5_moe_text", linear_num_key_heads=4)),
     "mamba2": Tiny(_mamba2(), 70),
-    "mamba2-limits": Tiny(_mamba2(time_step_limit=(0.3, 0.9), use_bias=True, use_conv_bias=False, n_groups=1)),
+    "mamba2-bias": Tiny(_mamba2(use_bias=True, use_conv_bias=False, n_groups=1)),
     "bamba": Tiny(_hybrid("bamba", attn_layer_indices=[1]), 70),
     "bamba-bias": Tiny(_hybrid("bamba", attn_layer_indices=[0], attention_bias=True, mlp_bias=True, mamba_n_groups=2)),
     "granitemoehybrid": Tiny(
@@ -108,6 +129,13 @@ TINY: dict[str, Tiny] = {
             mamba_proj_bias=True,
         )
     ),
+    "nemotron_h": Tiny(_nemotron_h("linear_attention", "moe", "full_attention", "mlp"), 70),
+    "nemotron_h-latent": Tiny(
+        _nemotron_h("moe", "linear_attention", "full_attention", moe_latent_size=16, use_bias=True)
+    ),
+    "nemotron_h-bias": Tiny(
+        _nemotron_h("mlp", "linear_attention", "full_attention", "moe", mlp_bias=True, use_conv_bias=False)
+    ),
 }
 MESHES: dict[str, tuple[str, ...]] = {
     "kimi_linear": ("tp2", "pp2 ep2"),
@@ -117,5 +145,6 @@ MESHES: dict[str, tuple[str, ...]] = {
     "mamba2": ("tp2",),
     "bamba": ("tp2", "pp2"),
     "granitemoehybrid": ("tp2 ep2",),
+    "nemotron_h": ("tp2", "pp2 ep2"),
 }
-STEPPED: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5", "mamba2", "granitemoehybrid")
+STEPPED: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5", "mamba2", "granitemoehybrid", "nemotron_h")

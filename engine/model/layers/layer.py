@@ -37,7 +37,7 @@ class Layer:
         self._ffn = FEED_FORWARDS[type(spec.ffn)](spec.ffn, weights.into("ffn")) if spec.ffn else None
         self._mixer_norm = _maybe_norm(spec.mixer_norm, weights.into("mixer_norm"))
         self._ffn_norm = _maybe_norm(spec.ffn_norm, weights.into("ffn_norm"))
-        if spec.parallel and spec.ffn_norm is None:
+        if (spec.parallel or spec.mixer is None) and spec.ffn_norm is None:
             self._ffn_norm = self._mixer_norm
         self._post_mixer_norm = _maybe_norm(spec.post_mixer_norm, weights.into("post_mixer_norm"))
         self._post_ffn_norm = _maybe_norm(spec.post_ffn_norm, weights.into("post_ffn_norm"))
