@@ -8,6 +8,7 @@ another order of summation makes: the floor under every comparison.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 
 Arrays = dict[str, NDArray[Any]]
+TYPE_NAMES = ("mm_token_type_ids", "token_type_ids")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -68,6 +70,7 @@ class Reference:
         `inputs` are a golden file's: `input_ids` [batch, tokens], optionally `attention_mask` and picture tensors.
         """
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        tensors = _with_types(self._model, tensors)
         with torch.inference_mode(), quiet():
             with self._first_layer() as seen:
                 out = self._model(**tensors, output_hidden_states=True, use_cache=False)
@@ -146,6 +149,7 @@ class Reference:
         mask = tensors.get("attention_mask")
         if mask is not None and bool((mask[:, -1] == 0).any()):  # generation continues from the end: padding goes left
             tensors = {**tensors, **_left_padded(tensors["input_ids"], mask)}
+            tensors = _with_types(self._model, {n: t for n, t in tensors.items() if n not in TYPE_NAMES})
         own = self._model.generation_config
         plain = type(own)(max_new_tokens=steps, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
         self._model.generation_config = plain  # an end-of-sequence token does not end it: every row has all steps
@@ -202,8 +206,10 @@ def refuse_random(directory: str | Path, info: Any, expected: Callable[[str], bo
 
 def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
     """Picture features behind the projector [n, hidden], in order."""
-    features = model.get_image_features(**pictures)
-    features = getattr(features, "pooler_output", features)
+    found = model.get_image_features(**pictures)
+    features = getattr(found, "pooler_output", found)
+    if features is None:  # Llama 4 leaves the projector to the model's own forward
+        features = model.model.multi_modal_projector(found.last_hidden_state)
     joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
     return joined.float().flatten(0, -2).numpy()
 
@@ -237,6 +243,16 @@ def in_order(states: tuple[Tensor, ...], entered: Tensor, left: Tensor) -> tuple
 
 def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(("pixel", "image"))}
+
+
+def _with_types(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The marks of picture tokens, where the model asks for them beside pictures; its processor gives them as well."""
+    known = inspect.signature(model.forward).parameters
+    wanted = [name for name in TYPE_NAMES if name in known and name not in tensors]
+    if not wanted or not pictures_of(tensors):
+        return tensors
+    marks = (tensors["input_ids"] == model.config.image_token_id).long()
+    return {**tensors, **dict.fromkeys(wanted, marks)}
 
 
 def _left_padded(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:

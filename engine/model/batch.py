@@ -23,7 +23,10 @@ Tap = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of the token sequence that a picture fills: features_NH replaces the embeddings of rows [start, start+N)."""
+    """Rows of the token sequence that a picture fills: features_NH replaces the embeddings of rows [start, start+N).
+
+    Features that are added behind the decoder's first layers lie side by side behind the H columns of the embedding.
+    """
 
     start: int
     features_NH: Tensor
@@ -41,7 +44,10 @@ class ForwardBatch:
     each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow). `rotary`
     keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it. `handed` is what a layer
     leaves for those behind it beside the stream: `chosen`, the keys [T, k] that the last indexer chose, and `chosen.i`,
-    those that layer i chose.
+    those that layer i chose; `deep`, picture features that are added behind the first layers. Where a batch has
+    pictures and the model makes a difference: `positions_3T` are the frame, row and column of each token,
+    `picture_rows` the rows that pictures fill, and `groups` says of each sequence which of its tokens [L] belong to
+    one picture (-1: text).
     """
 
     token_ids_T: Tensor
@@ -52,6 +58,9 @@ class ForwardBatch:
     ops: Choice
     slots: tuple[int, ...]
     logit_rows: Tensor | None = None
+    positions_3T: Tensor | None = None
+    picture_rows: Tensor | None = None
+    groups: tuple[Tensor, ...] | None = None
     embeddings: tuple[Embedding, ...] = ()
     tap: Tap | None = None
     rope_lens: tuple[int, ...] | None = None

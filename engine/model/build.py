@@ -27,6 +27,7 @@ class Model:
         access = Access(weights.storages, ops)
         start, stop = weights.pieces.layers
         self.spec = spec
+        self._num_deep = len(getattr(spec.vision, "deep", ()))
         self.layer_range = (start, stop)
         self.dtype = TORCH_DTYPES[weights.pieces.dtype]
         self.device = next(iter(weights.storages.values())).device
@@ -59,7 +60,10 @@ class Model:
 
     @torch.inference_mode()
     def encode_images(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Picture tensors under the vendor's names -> features [tokens, H] in order; ranks of the first stage only."""
+        """Picture tensors under the vendor's names -> features [tokens, H] in order; ranks of the first stage only.
+
+        Features that are added behind the first layers stand beside them: [tokens, (1 + deep) H].
+        """
         assert self._vision is not None, "this rank holds no vision tower"
         return self._vision({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
@@ -85,6 +89,7 @@ class Model:
     def _through(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         """One layer, which finds the keys that its own indexer, or that of a layer in front of it, chose."""
         place, chooser = index - self.layer_range[0], self._choosers[index - self.layer_range[0]]
+        x_TH = self._deepened(index, x_TH, batch)
         if chooser is not None and chooser != index:
             batch.handed["chosen"] = batch.handed[f"chosen.{chooser}"]
         x_TH = self._layers[place](x_TH, batch, batch.cache[place])
@@ -92,9 +97,18 @@ class Model:
             batch.handed[f"chosen.{index}"] = batch.handed["chosen"]
         return x_TH
 
+    def _deepened(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """What leaves layer `index - 1`, and the picture features that are added to it."""
+        if not 0 < index <= self._num_deep or batch.picture_rows is None:
+            return x_TH
+        deep_NH = batch.handed["deep"][:, (index - 1) * x_TH.shape[1] : index * x_TH.shape[1]]
+        return x_TH.index_add(0, batch.picture_rows, deep_NH.to(x_TH.dtype))
+
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         assert self._embed is not None
         x_TH = self._embed(batch)
+        if batch.picture_rows is not None:
+            batch.handed["deep"] = torch.cat([one.features_NH[:, x_TH.shape[1] :] for one in batch.embeddings])
         if batch.tap is not None:
             batch.tap("embed", x_TH)
         return x_TH if self._ends is None else self._ends.enter(x_TH)
@@ -109,17 +123,25 @@ class Model:
                 shape[0], min(keys, batch.attention.max_kv_len), dtype=torch.int64, device=self.device
             )
             batch.handed[f"chosen.{layer}"] = batch.comms.pp.receive(empty_Tk, source)
+        if self._num_deep >= self.layer_range[0] and batch.picture_rows is not None:
+            empty_NH = torch.empty(
+                len(batch.picture_rows), self._num_deep * self.spec.hidden, dtype=self.dtype, device=self.device
+            )
+            batch.handed["deep"] = batch.comms.pp.receive(empty_NH, source)
         return batch.comms.pp.receive(empty_TH, source)
 
     def _send(self, x_TH: Tensor, batch: ForwardBatch) -> None:
         destination = batch.comms.pp.index + 1
         if chosen := self.spec.chosen_keys(self.layer_range[1]):
             batch.comms.pp.send(batch.handed[f"chosen.{chosen[0]}"], destination)
+        if self._num_deep >= self.layer_range[1] and batch.picture_rows is not None:
+            batch.comms.pp.send(batch.handed["deep"].to(self.dtype).contiguous(), destination)
         batch.comms.pp.send(x_TH, destination)
 
     def _logits(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         assert self._norm is not None
         assert self._head is not None
+        x_TH = self._deepened(self.spec.num_layers, x_TH, batch)
         if batch.logit_rows is not None:
             x_TH = x_TH[batch.logit_rows]
         x_TH = self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))

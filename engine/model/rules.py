@@ -32,11 +32,15 @@ class WeightRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A nested model: the family named by `config[key].model_type` (or `default`) brings its rules under `prefix`."""
+    """A nested model: the family named by `config[key].model_type` (or `default`) brings its rules under `prefix`.
+
+    `flat`: where there is no such key, the nested model's own stand beside the outer's (older releases).
+    """
 
     key: str
     prefix: str
     default: str | None = None
+    flat: bool = False
 
 
 def rule(tensor: str, *params: str, **options: object) -> WeightRule:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from firstlight.engine.model.batch import Embedding, ForwardBatch, Tap
+from firstlight.engine.model.spec import Shape, Vision
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.serving.request import Arrays, Span
+from firstlight.engine.serving.sight import Seen, Sight, extras, with_grids
 from firstlight.engine.serving.steps import Admission, Chunk, Draw
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.kernels.registry import Choice
@@ -25,7 +27,8 @@ Encode = Callable[[Mapping[str, Tensor]], Tensor]
 class Held:
     """What a rank keeps of a running sequence.
 
-    `slot` is the row of its states, `features_NH` are its pictures, from their first use to their last.
+    `slot` is the row of its states, `features_NH` are its pictures, from their first use to their last; `grids` are
+    those of its pictures, one for each span, where the decoder's positions follow them.
     """
 
     pages: tuple[int, ...]
@@ -34,10 +37,15 @@ class Held:
     images: Arrays
     image_spans: tuple[Span, ...]
     features_NH: Tensor | None = field(default=None)
+    grids: tuple[Shape, ...] = ()
 
     @classmethod
-    def of(cls, admission: Admission, slot: int) -> Held:
-        return cls(admission.pages, slot, admission.draw, admission.images, admission.image_spans)
+    def of(cls, admission: Admission, slot: int, vision: Vision | None = None) -> Held:
+        spans, grids = admission.image_spans, ()
+        if vision is not None and admission.images:
+            shapes = {name: array for name, array in admission.images.items() if name != "pixel_values"}
+            spans, grids = with_grids(vision, spans, {name: array.numpy() for name, array in shapes.items()})
+        return cls(admission.pages, slot, admission.draw, admission.images, spans, grids=grids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Surroundings:
     comms: Comms
     ops: Choice
     device: torch.device
+    sight: Sight = Sight()  # noqa: RUF009 - frozen
 
 
 def build_batch(
@@ -82,6 +91,10 @@ def build_batch(
         [held[chunk.number].slot for chunk in chunks],
         logit_rows=None if every_row else torch.tensor(rows, dtype=torch.int64, device=around.device),
         embeddings=_embeddings(chunks, held, around.device, encode) if encode is not None else (),
+        seen=[
+            Seen(chunk.start, end, held[chunk.number].image_spans, held[chunk.number].grids)
+            for chunk, end in zip(chunks, ends, strict=True)
+        ],
     )
     return batch, tuple(chosen)
 
@@ -96,8 +109,10 @@ def forward_batch(
     embeddings: tuple[Embedding, ...] = (),
     tap: Tap | None = None,
     rope_lens: tuple[int, ...] | None = None,
+    seen: Sequence[Seen] = (),
 ) -> ForwardBatch:
-    """A batch of flattened tokens."""
+    """A batch of flattened tokens; `seen` says of each sequence what of its pictures is in it."""
+    more = extras(around.sight, seen, around.device)
     return ForwardBatch(
         token_ids_T=torch.tensor(ids, dtype=torch.int64, device=around.device),
         positions_T=torch.tensor(positions, dtype=torch.int64, device=around.device),
@@ -107,6 +122,9 @@ def forward_batch(
         ops=around.ops,
         slots=tuple(slots),
         logit_rows=logit_rows,
+        positions_3T=more.positions_3T,
+        picture_rows=more.picture_rows,
+        groups=more.groups,
         embeddings=embeddings,
         tap=tap,
         rope_lens=rope_lens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -69,6 +69,17 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 Arrays = dict[str, Array]
 Span = tuple[int, int]
 """First position and count of the prompt's tokens that one picture fills."""
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Runs that touch as one."""
+    whole: list[Span] = []
+    for begin, count in spans:
+        if whole and sum(whole[-1]) == begin:
+            whole[-1] = (whole[-1][0], whole[-1][1] + count)
+        else:
+            whole.append((begin, count))
+    return tuple(whole)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.profile_data import RankProfile, profile_command
 from firstlight.engine.serving.request import Arrays, Completion, Delta, Request, SamplingParams, TokenLogprob
 from firstlight.engine.serving.scheduler import Scheduler, Step
+from firstlight.engine.serving.sight import Sight
 from firstlight.engine.serving.stats import Counters, EngineStats
 from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
 from firstlight.engine.serving.stream import EngineFailed, Listener, Stream, completion_of
@@ -48,7 +49,7 @@ class Engine:
         self.worker = worker
         self.pulse = pulse
         self.frontend = Frontend(rank.checkpoint, rank.spec)
-        self.scheduler = Scheduler(rank.limits, self.frontend.eos_ids)
+        self.scheduler = Scheduler(rank.limits, self.frontend.eos_ids, Sight.of(rank.spec).whole)
         self.status: Status = "starting"
         self.failure: Failure | None = None
         self._control = control

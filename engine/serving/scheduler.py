@@ -14,7 +14,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.serving.cache import PageAllocator
-from firstlight.engine.serving.request import FinishReason, Request
+from firstlight.engine.serving.request import FinishReason, Request, joined
 from firstlight.engine.serving.steps import Admission, Chunk, Draw, ReplicaPlan, StepPlan, StepResult
 
 
@@ -96,11 +96,15 @@ class _Replica:
 
 
 class Scheduler:
-    """All sequences of an engine. `add`, `schedule`, `apply` and `finish` change it; one thread calls them."""
+    """All sequences of an engine. `add`, `schedule`, `apply` and `finish` change it; one thread calls them.
 
-    def __init__(self, limits: Limits, eos_ids: frozenset[int] = frozenset()) -> None:
+    `whole_pictures`: the tokens of a picture see each other, so no prompt is cut inside one.
+    """
+
+    def __init__(self, limits: Limits, eos_ids: frozenset[int] = frozenset(), whole_pictures: bool = False) -> None:
         self.limits = limits
         self.eos_ids = eos_ids
+        self.whole_pictures = whole_pictures
         self._replicas = tuple(_Replica(limits) for _ in range(limits.replicas))
         self._sequences: dict[int, Sequence] = {}
         self._steps = 0
@@ -133,6 +137,18 @@ class Scheduler:
                     expected=f"at most {self.limits.max_context} tokens",
                     found=f"{length} tokens",
                     next="shorten the prompt, lower max_new_tokens (max_tokens), or start with a larger max_context",
+                )
+            )
+        room = self.limits.token_budget - self.limits.max_batch
+        largest = max((count for _, count in joined(request.image_spans)), default=0) if self.whole_pictures else 0
+        if largest > room:
+            raise Refused(
+                fatal(
+                    "context-too-long",
+                    "a picture does not fit into one step, and its tokens must be computed together",
+                    expected=f"at most {room} tokens a picture: token_budget less max_batch",
+                    found=f"{largest} tokens",
+                    next="send a smaller picture, or start with a larger token_budget",
                 )
             )
 
@@ -235,11 +251,21 @@ class Scheduler:
         for sequence in prompts:
             if budget == 0:
                 break
-            count = min(budget, len(sequence.tokens) - sequence.computed)
+            count = self._uncut(sequence, min(budget, len(sequence.tokens) - sequence.computed))
+            if count == 0:
+                break
             budget -= count
             chunks.append((sequence.pages, _chunk(sequence, count)))
         chunks.sort(key=lambda item: item[0])
         return tuple(chunk for _, chunk in chunks)
+
+    def _uncut(self, sequence: Sequence, count: int) -> int:
+        """At most `count` next tokens, ending in front of a picture that would be cut."""
+        stop = sequence.computed + count
+        for begin, tokens in joined(sequence.request.image_spans) if self.whole_pictures else ():
+            if begin < stop < begin + tokens:
+                return max(begin - sequence.computed, 0)
+        return count
 
     def _end(self, sequence: Sequence) -> FinishReason | None:
         params = sequence.request.params

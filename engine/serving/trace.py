@@ -18,10 +18,11 @@ from torch import Tensor
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.batch import Embedding, ForwardBatch
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.batch import Surroundings, forward_batch, place_features, tensors_of
 from firstlight.engine.serving.boot import Rank
 from firstlight.engine.serving.request import Array, Arrays, Span
+from firstlight.engine.serving.sight import Seen, Sight, with_grids
 from firstlight.kernels.attention.meta import AttentionMeta
 
 
@@ -165,7 +166,7 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
     per_row = -(-max(lengths) // page_size)
     pages = [tuple(range(row * per_row, (row + 1) * per_row)) for row in range(len(rows))]
     cache = rank.cache.small(len(rows) * per_row, page_size, len(rows))
-    around = Surroundings(cache, page_size, rank.comms, rank.ops, rank.device)
+    around = Surroundings(cache, page_size, rank.comms, rank.ops, rank.device, Sight.of(rank.spec))
     return forward_batch(
         [id_ for row in rows for id_ in row.ids],
         [position for length in lengths for position in range(length)],
@@ -175,7 +176,27 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
         embeddings=_embeddings(rank, command, rows, shown),
         tap=_tap(rank, command, shown),
         rope_lens=(command.input_ids.shape[1],) * len(rows),  # as the reference does with a padded batch
+        seen=_seen(rank, command, rows),
     )
+
+
+def _seen(rank: Rank, command: TraceCommand, rows: Sequence[_Row]) -> list[Seen]:
+    """What of the pictures is in each of these rows."""
+    vision = rank.spec.vision
+    if vision is None or not command.images:
+        return []
+    tensors = {name: array.numpy() for name, array in command.images.items()}
+    placeholders = {row.index: row.ids.count(vision.image_token_id) for row in _rows(command)}
+    shares = pictures_of_rows(vision.counts(tensors), list(placeholders.values()))
+    found = []
+    for row in rows:
+        first, count = shares[row.index]
+        own = vision.share(tensors, first, count) if count else {}
+        spans, grids = spans_of(row.ids, vision.image_token_id), ()
+        if own:
+            spans, grids = with_grids(vision, spans, own)
+        found.append(Seen(0, len(row.ids), spans, grids))
+    return found
 
 
 def _embeddings(
@@ -186,7 +207,7 @@ def _embeddings(
     if vision is None or not command.images or not rank.model.is_first:
         return ()
     features_NH = rank.model.encode_images(tensors_of(command.images, rank.device))
-    shown["image_features"] = features_NH
+    shown["image_features"] = features_NH[:, : rank.spec.hidden]
     before, first = {}, 0
     for row in _rows(command):
         before[row.index] = first

@@ -25,6 +25,7 @@ from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.profile import run_profile
 from firstlight.engine.serving.profile_data import ProfileCommand
 from firstlight.engine.serving.sampling import choose_tokens, read_table, table, table_width
+from firstlight.engine.serving.sight import Sight
 from firstlight.engine.serving.stats import StepSample
 from firstlight.engine.serving.steps import Draw, ReplicaPlan, Sampled, StepPlan, StepResult
 from firstlight.engine.serving.trace import TraceCommand, run_trace
@@ -47,6 +48,7 @@ class Worker:
             comms=rank.comms,
             ops=rank.ops,
             device=rank.device,
+            sight=Sight.of(rank.spec),
         )
         self.sample: StepSample | None = None  # the last step that was timed inside
         self._encode = rank.model.encode_images if rank.model.is_first and rank.spec.vision is not None else None
@@ -75,7 +77,7 @@ class Worker:
         for admission in part.admitted:
             known = self._held.get(admission.number)  # a step that was interrupted is announced again
             slot = known.slot if known is not None else heapq.heappop(self._slots)
-            self._held[admission.number] = Held.of(admission, slot)
+            self._held[admission.number] = Held.of(admission, slot, self.rank.spec.vision)
         if not part.chunks:
             return None
         batch, chosen = build_batch(part.chunks, self._held, self.around, self._encode)

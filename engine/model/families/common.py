@@ -121,9 +121,10 @@ def llama4_temperature(config: Config) -> Temperature | None:
 
 def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) -> RopeScaling | None:
     kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind in ("default", None):
+    if kind in ("default", "mrope", None):
         return None
     kind = {"su": "longrope"}.get(kind, kind)  # the name of Phi-3's first releases
+    fields = {key: value for key, value in fields.items() if not key.startswith("mrope_")}  # vision families read them
     known = ("linear", "dynamic", "llama3", "yarn", "longrope")
     if kind not in known:
         config.unsupported("rope_scaling.rope_type", kind, ", ".join(known))

@@ -25,4 +25,4 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + DENSE
-FAMILY = Family(name="qwen2", model_types=("qwen2",), spec=spec, rules=RULES)
+FAMILY = Family(name="qwen2", model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), spec=spec, rules=RULES)

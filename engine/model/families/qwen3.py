@@ -31,4 +31,4 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + QK_NORM + DENSE
-FAMILY = Family(name="qwen3", model_types=("qwen3",), spec=spec, rules=RULES)
+FAMILY = Family(name="qwen3", model_types=("qwen3", "qwen3_vl_text"), spec=spec, rules=RULES)

@@ -78,6 +78,11 @@ class Attention:
 
     def _attend(self, q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch) -> Tensor:
         spec, meta = self.spec, batch.attention
+        if spec.whole_pictures and batch.groups is not None:
+            seen = with_pictures(meta, spec.window, batch.groups)
+            return batch.ops.selective_attention(
+                q_TND, k_cache, v_cache, meta, spec.scale, seen, spec.softcap, self._sinks_N
+            )
         if spec.chunk is not None and meta.max_kv_len > spec.chunk:
             seen = in_chunks(meta, spec.chunk, q_TND.device)
             return batch.ops.selective_attention(
@@ -91,6 +96,25 @@ def sharpened(q_TND: Tensor, temperature: Temperature, batch: ForwardBatch) -> T
     whole_T = torch.floor((batch.positions_T.float() + temperature.offset) / temperature.length)
     factor_T11 = (1.0 + temperature.strength * torch.log1p(whole_T))[:, None, None]
     return (q_TND * factor_T11).to(q_TND.dtype)
+
+
+def with_pictures(meta: AttentionMeta, window: int | None, groups: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The keys that each token of each sequence sees, bool [t, L]: those before it and all of its own picture."""
+    key = ("pictures", window)
+    if key not in meta.memo:
+        meta.memo[key] = tuple(
+            _with_pictures(query_len, kv_len, window, group_L)
+            for query_len, kv_len, group_L in zip(meta.query_lens, meta.kv_lens, groups, strict=True)
+        )
+    seen: tuple[Tensor, ...] = meta.memo[key]
+    return seen
+
+
+def _with_pictures(query_len: int, kv_len: int, window: int | None, group_L: Tensor) -> Tensor:
+    key_L = torch.arange(kv_len, device=group_L.device)
+    query_t1, own_t1 = key_L[kv_len - query_len :, None], group_L[kv_len - query_len :, None]
+    seen = (key_L <= query_t1) | ((own_t1 == group_L) & (own_t1 >= 0))
+    return seen if window is None else seen & (key_L > query_t1 - window)
 
 
 def in_chunks(meta: AttentionMeta, chunk: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ class TokenEmbedding:
         if self._scale != 1.0:
             x_TH = x_TH * torch.tensor(self._scale, dtype=x_TH.dtype)
         for filled in batch.embeddings:
-            x_TH[filled.start : filled.start + filled.features_NH.shape[0]] = filled.features_NH
+            x_TH[filled.start : filled.start + filled.features_NH.shape[0]] = filled.features_NH[:, : x_TH.shape[1]]
         if self._positions_PH is not None:
             x_TH = x_TH + self._positions_PH[batch.positions_T + self._position_offset]
         return x_TH

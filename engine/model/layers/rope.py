@@ -24,6 +24,8 @@ def angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
 
 
 def _angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    if rope.sections and batch.positions_3T is not None:
+        return _by_axis(rope, batch.positions_3T)
     positions_T = batch.positions_T.float()
     kind = rope.scaling.kind if rope.scaling else "default"
     if kind in ("dynamic", "longrope"):
@@ -35,6 +37,14 @@ def _angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     factor = attention_factor(rope)
     cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin()
     return (cos_TR, sin_TR) if factor == 1.0 else (cos_TR * factor, sin_TR * factor)
+
+
+def _by_axis(rope: Rope, positions_3T: Tensor) -> tuple[Tensor, Tensor]:
+    """Each frequency turns by the frame, row or column of a token."""
+    axes = torch.tensor(rope.axes(), device=positions_3T.device)
+    angle_TR = positions_3T[axes].T.float() * frequencies(rope).to(positions_3T.device)
+    factor = attention_factor(rope)
+    return angle_TR.cos() * factor, angle_TR.sin() * factor
 
 
 @lru_cache(maxsize=256)

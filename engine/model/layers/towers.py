@@ -2,6 +2,7 @@
 
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.layers.moonvit import MoonViT
+from firstlight.engine.model.layers.tower import PatchTower
 from firstlight.engine.model.layers.vision import VisionTower
 
-TOWERS = {specs.VisionSpec: VisionTower, specs.MoonViT: MoonViT}
+TOWERS = {specs.VisionSpec: VisionTower, specs.MoonViT: MoonViT, specs.PatchTower: PatchTower}

@@ -5,6 +5,15 @@ No torch. Each block variant declares its own parameters and what it keeps per t
 
 from firstlight.engine.model.spec.attention import Attention, Temperature
 from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTensor
+from firstlight.engine.model.spec.chain import (
+    ActivationStep,
+    Chain,
+    GatedStep,
+    LinearStep,
+    MergeStep,
+    NormStep,
+    Step,
+)
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import FeedForward, LayerSpec, Mixer
 from firstlight.engine.model.spec.mamba2 import Mamba2
@@ -17,6 +26,7 @@ from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
 from firstlight.engine.model.spec.residual import AttentionResidual, Residual
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
+from firstlight.engine.model.spec.tower import AxialRope, DeepFeatures, GridPositions, PatchTower, Shape
 from firstlight.engine.model.spec.vision import Projector, VisionSpec, pictures_of_rows
 
 __all__ = [
@@ -25,23 +35,33 @@ __all__ = [
     "LAST_STAGE",
     "MLA",
     "MLP",
+    "ActivationStep",
     "Attention",
     "AttentionResidual",
+    "AxialRope",
     "CacheSpec",
     "CacheTensor",
+    "Chain",
+    "DeepFeatures",
     "FeedForward",
     "GatedDelta",
+    "GatedStep",
+    "GridPositions",
     "Indexer",
     "Latent",
     "LayerSpec",
+    "LinearStep",
     "Mamba2",
+    "MergeStep",
     "MergedProjector",
     "Mixer",
     "MoE",
     "ModelSpec",
     "MoonViT",
     "Norm",
+    "NormStep",
     "Param",
+    "PatchTower",
     "Projector",
     "Residual",
     "Role",
@@ -49,7 +69,9 @@ __all__ = [
     "RopeScaling",
     "Router",
     "Scope",
+    "Shape",
     "StateTensor",
+    "Step",
     "Temperature",
     "Vision",
     "VisionSpec",

@@ -28,7 +28,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     Values are `v_dim` wide (None: `head_dim`). What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes
     over each head ("head"), over each head with a weight per head ("heads"), or over all heads of a token together
     ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the
-    last `window` of them, or those of its own `chunk` of positions. With a `gate` what a head gives is multiplied by
+    last `window` of them, or those of its own `chunk` of positions; with `whole_pictures` also those behind it that are
+    of the same picture. With a `gate` what a head gives is multiplied by
     sigmoid(W_g x), element by element; W_g is a projection of its "own", or stands behind the "query" rows of each
     head.
     """
@@ -52,6 +53,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     softcap: float | None = None
     sinks: bool = False
     causal: bool = True
+    whole_pictures: bool = False
     gate: Literal["query", "own"] | None = None
 
     @property

@@ -10,10 +10,11 @@ from firstlight.engine.model.spec.moonvit import MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Scope
 from firstlight.engine.model.spec.residual import Residual
+from firstlight.engine.model.spec.tower import PatchTower
 from firstlight.engine.model.spec.vision import VisionSpec
 from firstlight.engine.parallel.placement import Vocab
 
-Vision = VisionSpec | MoonViT
+Vision = VisionSpec | MoonViT | PatchTower
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

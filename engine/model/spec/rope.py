@@ -26,13 +26,30 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary positions over the first `dim` dims of each head, in halves or, `interleaved`, in neighbouring pairs."""
+    """Rotary positions over the first `dim` dims of each head, in halves or, `interleaved`, in neighbouring pairs.
+
+    `sections`: how many of the frequencies turn by a token's frame, row and column (Qwen2-VL, arXiv 2409.12191); one
+    after the other or, `sections_interleaved`, in turns, what is left over going by the frame. Of text all three are
+    its position.
+    """
 
     theta: float
     dim: int
     interleaved: bool = False
     max_positions: int = 0
     scaling: RopeScaling | None = None
+    sections: tuple[int, ...] = ()
+    sections_interleaved: bool = False
+
+    def axes(self) -> tuple[int, ...]:
+        """Which of frame, row and column (0, 1, 2) each frequency turns by."""
+        if not self.sections_interleaved:
+            return tuple(index % 3 for index, size in enumerate(self.sections) for _ in range(size))
+        found = [0] * (self.dim // 2)
+        for axis in (1, 2):
+            for index in range(axis, min(self.sections[axis] * 3, len(found)), 3):
+                found[index] = axis
+        return tuple(found)
 
     def words(self) -> str:
         """`rope 500,000 (llama3 x 8)`."""

@@ -1,0 +1,187 @@
+"""Readings that vision-language families share: encoder layers, positions of pictures, tied heads, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import ACTIVATIONS
+from firstlight.engine.model.rules import WeightRule, rule
+from firstlight.engine.model.spec import (
+    MLP,
+    ActivationStep,
+    Attention,
+    AxialRope,
+    Chain,
+    LayerSpec,
+    LinearStep,
+    MergeStep,
+    ModelSpec,
+    Norm,
+    NormStep,
+    PatchTower,
+)
+
+
+def layer(
+    norm: Norm,
+    heads: int,
+    hidden: int,
+    intermediate: int,
+    activation: str,
+    *,
+    gated: bool = False,
+    qkv_bias: bool = True,
+    output_bias: bool = True,
+    mlp_bias: bool = True,
+    qk_norm: Norm | None = None,
+) -> LayerSpec:
+    """One layer of a vision encoder: attention over whole pictures and a feed-forward, each behind a norm."""
+    return LayerSpec(
+        mixer=Attention(
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=hidden // heads,
+            scale=(hidden // heads) ** -0.5,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            causal=False,
+            qk_norm=qk_norm,
+            qk_norm_over="width",
+        ),
+        ffn=MLP(intermediate=intermediate, activation=activation, gated=gated, bias=mlp_bias),
+        mixer_norm=norm,
+        ffn_norm=norm,
+    )
+
+
+def count(config: Config, key: str, default: int, *older: str) -> int:
+    """A positive whole number; `default` is the architecture's where the file is silent, `older` are former names."""
+    named = next((name for name in (key, *older) if name in config), None)
+    for name in (key, *older):
+        config.get(name)
+    return default if named is None else config.size(named)
+
+
+def heads_of(config: Config, hidden: int, heads: int, multiple: int = 1) -> int:
+    """The number of heads, refused where they do not divide the width into heads of a multiple of `multiple`."""
+    if hidden % heads or hidden // heads % multiple:
+        config.refuse("num_heads", heads, f"a divisor of {hidden} that leaves heads of a multiple of {multiple}")
+    return heads
+
+
+def acts(config: Config, key: str, default: str) -> str:
+    """An activation by the kernels' name, refused where there is none."""
+    return ACTIVATIONS[config.only(key, *ACTIVATIONS, default=default)]
+
+
+def square(config: Config, key: str, default: int) -> int:
+    """A size that may be written twice, as height and width, which must agree."""
+    value = config.get(key, default)
+    if isinstance(value, list | tuple):
+        if len(set(value)) != 1:
+            config.unsupported(key, value, "the same height and width")
+        value = value[0]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        config.refuse(key, value, "a positive whole number")
+    return int(value)
+
+
+def axial(config: Config, *, default_theta: float = 10000.0, split: bool = False, layout: str = "halves") -> AxialRope:
+    """Rotations by row and column."""
+    fields: Mapping[str, Any] = config.get("rope_parameters") or {}
+    for key, value in fields.items():
+        known = {"rope_type": ("axial", "default"), "type": ("axial", "default")}.get(key)
+        if (known is not None and value not in known) or (known is None and key != "rope_theta"):
+            config.unsupported(f"rope_parameters.{key}", value, "axial, with a rope_theta")
+    theta = config.positive("rope_theta", fields.get("rope_theta", config.get("rope_theta", default_theta)))
+    return AxialRope(theta=theta, split=split, layout=layout)  # type: ignore[arg-type]
+
+
+def with_sections(config: Config, text: ModelSpec, default: tuple[int, ...], *, interleaved: bool = False) -> ModelSpec:
+    """The decoder with positions of frame, row and column; `config` has its rotary keys, `default` is silent files'."""
+    fields = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    given = fields.get("mrope_section", default)
+    if not isinstance(given, list | tuple) or not all(isinstance(size, int) and size >= 0 for size in given):
+        config.refuse("mrope_section", given, "whole numbers")
+    sections = tuple(given)
+    asks = fields.get("mrope_interleaved")
+    if asks is not None and bool(asks) != interleaved:
+        config.unsupported("mrope_interleaved", asks, f"{interleaved}, as this family has it")
+
+    def placed(one: LayerSpec) -> LayerSpec:
+        rope = getattr(one.mixer, "rope", None)
+        if rope is None:
+            return one
+        half = rope.dim // 2
+        if len(sections) != 3 or (sum(sections) != half if not interleaved else sum(sections) > half):
+            config.refuse("mrope_section", list(sections), f"three sections that are {half} frequencies together")
+        new = msgspec.structs.replace(rope, sections=sections, sections_interleaved=interleaved)
+        return msgspec.structs.replace(one, mixer=msgspec.structs.replace(one.mixer, rope=new))
+
+    return msgspec.structs.replace(text, layers=tuple(placed(one) for one in text.layers))
+
+
+def joined(config: Config, family: str, text: ModelSpec, vision: PatchTower, tie_default: bool = False) -> ModelSpec:
+    """The whole model."""
+    return msgspec.structs.replace(text, family=family, vision=vision, tied_head=tied(config, text, tie_default))
+
+
+def tied(config: Config, text: ModelSpec, default: bool = False) -> bool:
+    """The tie flag may stand at either level; the text's own word counts, and a contradiction is reported."""
+    outer, inner = config.get("tie_word_embeddings"), config.sub("text_config").raw.get("tie_word_embeddings")
+    if outer is not None and inner is not None and bool(outer) != bool(inner):
+        config.warn(
+            "conflicting-flag",
+            "tie_word_embeddings differs between the top level and text_config; a head in the checkpoint decides",
+            expected=f"text_config: {inner}",
+            found=f"top level: {outer}",
+            next="see the ledger for where the output head came from",
+        )
+        return True
+    return bool(text.tied_head or (default if outer is None and inner is None else outer))
+
+
+def image_token(config: Config, default: int | None = None) -> int:
+    """The id of the token whose embedding a picture's features replace."""
+    if default is not None and not any(key in config for key in ("image_token_id", "image_token_index")):
+        return default
+    found = config.need("image_token_id", "image_token_index")
+    for key in ("video_token_id", "video_token_index", "vision_start_token_id", "vision_end_token_id"):
+        config.get(key)  # marks around pictures are tokens like others
+    return int(found)
+
+
+def two_layers(width: int, kernel: int, hidden: int, out: int, norm: Norm | None, activation: str = "gelu") -> Chain:
+    """Norm each patch, put those of a kernel side by side, two linear layers: the merger of Qwen-VL."""
+    steps = (
+        *((NormStep(name="norm", norm=norm),) if norm is not None else ()),
+        MergeStep(patches=kernel),
+        LinearStep(name="0", width=hidden),
+        ActivationStep(activation=activation),
+        LinearStep(name="1", width=out),
+    )
+    return Chain(width=width, steps=steps)
+
+
+def both(theirs: str, ours: str) -> tuple[WeightRule, ...]:
+    """A weight and a bias."""
+    return tuple(rule(f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias"))
+
+
+def named(prefix: str, names: Mapping[str, str], into: str = "vision.") -> tuple[WeightRule, ...]:
+    """Weights and biases below `prefix`, under our names below `into`."""
+    return tuple(one for theirs, ours in names.items() for one in both(prefix + theirs, into + ours))
+
+
+def fused_qkv(theirs: str, ours: str) -> tuple[WeightRule, ...]:
+    """Queries, keys and values in one tensor."""
+    return tuple(rule(f"{theirs}.{kind}", *(f"{ours}.{part}.{kind}" for part in "qkv")) for kind in ("weight", "bias"))
+
+
+def norm_of(eps: float, kind: str = "layer") -> Norm:
+    """LayerNorm with a bias, or RMSNorm without."""
+    return Norm(kind="layer", eps=eps, bias=True) if kind == "layer" else Norm(eps=eps)
