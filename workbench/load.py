@@ -7,12 +7,13 @@ bytes that were planned, read and are resident, the rate, and memory by role.
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-import numpy  # noqa: F401 - before torch, which imports it where an interrupt is lost
-import torch
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
@@ -22,11 +23,15 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.loader import LoadProgress, Weights
-from firstlight.engine.weights.loader import load as load_rank
+from firstlight.engine.weights.pages import Pages, reserve
+from firstlight.engine.weights.sources.local import LocalFiles, Method
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files
+from firstlight.workbench.source_limit import source_limit
+
+if TYPE_CHECKING:
+    from firstlight.engine.weights.loader import LoadProgress, Weights
 
 
 def load(
@@ -35,14 +40,23 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "cpu",
-    threads: int = 4,
+    threads: int | None = None,
     progress: Progress | None = None,
+    reader: Method = "auto",
+    hashes: bool = False,
+    limit: bool = True,
 ) -> Report:
-    """Loads the weights of every rank of `mesh` and reports what came where. Raises `Refused` before the first byte
-    when files are broken, the ledger has a gap or the mesh is impossible."""
+    """Loads the weights of every rank of `mesh` and reports what came where.
+
+    `reader`: how local files are read. `hashes`: also the SHA-256 of every parameter as it is in memory. `limit`: also
+    what the source gives at best. Raises `Refused` before the first byte when files are broken, the ledger has a gap or
+    the mesh is impossible.
+    """
     mesh, progress = mesh or Mesh(), progress or Progress()
     checkpoint = Checkpoint.open(source)
     checkpoint.refuse_if_broken()
+    if isinstance(checkpoint.source, LocalFiles):
+        checkpoint.source.method = reader
     spec, matcher = FAMILIES.describe(checkpoint.config)
     refuse_impossible(spec, mesh)
     ledger = account(checkpoint, spec, matcher)
@@ -52,15 +66,75 @@ def load(
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     _both_sides(draft, ledger)
     run_dtype = spec.dtype if dtype == "auto" else dtype
-    rows = []
+    rows: list[dict[str, Any]] = []
+    roles: dict[str, list[int]] = {}
+    hashed: list[dict[str, Any]] = []
     for rank in range(mesh.world_size):
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger)
-        weights = load_rank(checkpoint, pieces, _device(device), threads, _listener(progress, rank, mesh.world_size))
-        rows.append(_rank_row(mesh, pieces, weights))
+        progress(_phase("reserve memory", rank, mesh.world_size))
+        started_s = time.perf_counter()
+        weights = _load_rank(
+            checkpoint, pieces, device, threads, _listener(progress, rank, mesh.world_size), _early(device, pieces)
+        )
+        rows.append({**_rank_row(mesh, pieces, weights), "load_s": time.perf_counter() - started_s})
+        _add_roles(roles, pieces, weights)
+        if hashes:
+            hashed += hash_rows(pieces, weights)
+        origin = weights.origin
         del weights
         gc.collect()
     _ranks(draft, rows, run_dtype)
+    _memory(draft, rows, roles)
+    _against_limit(draft, rows, checkpoint, origin, threads or checkpoint.source.shape.in_flight, limit)
+    if hashes:
+        draft.table("hashes", hashed)
     return draft.close()
+
+
+def hash_rows(pieces: RankPieces, weights: Weights) -> Iterator[dict[str, Any]]:
+    """The SHA-256 of every parameter of a rank as it is in memory, row-major, little-endian.
+
+    Of a tensor that was read whole and as it is stored, this is the hash of the stored tensor.
+    """
+    import torch
+
+    def digest(param: str) -> str:
+        values = weights.params[param].contiguous().cpu().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(values.numpy().data).hexdigest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(digest, (piece.param for piece in pieces.pieces))
+        for piece, sha256 in zip(pieces.pieces, found, strict=True):
+            dtype = str(weights.params[piece.param].dtype).removeprefix("torch.")
+            yield {
+                "rank": pieces.rank,
+                "parameter": piece.param,
+                "tensor": piece.tensor,
+                "region": [list(bounds) for bounds in piece.region],
+                "dtype": dtype,
+                "sha256": sha256,
+            }
+
+
+def _early(device: str, pieces: RankPieces) -> Pages | None:
+    """Memory that the system backs while torch is being imported, where it is sure to be memory of the CPU."""
+    is_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    return reserve(storage.nbytes for storage in pieces.storages) if is_cpu else None
+
+
+def _load_rank(
+    checkpoint: Checkpoint,
+    pieces: RankPieces,
+    device: str,
+    threads: int | None,
+    listen: Any,
+    reserved: Pages | None,
+) -> Weights:
+    import numpy  # noqa: F401 - before torch, which imports it where an interrupt is lost
+
+    from firstlight.engine.weights.loader import load as load_rank
+
+    return load_rank(checkpoint, pieces, _device(device), threads, listen, reserved)
 
 
 def _both_sides(draft: Draft, ledger: Ledger) -> None:
@@ -80,7 +154,9 @@ def _both_sides(draft: Draft, ledger: Ledger) -> None:
     )
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> Any:
+    import torch
+
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -90,8 +166,12 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def _phase(name: str, rank: int, world_size: int) -> str:
+    return name if world_size == 1 else f"{name}, rank {rank} of {world_size}"
+
+
 def _listener(progress: Progress, rank: int, world_size: int) -> Any:
-    phase = "read weights" if world_size == 1 else f"read weights, rank {rank} of {world_size}"
+    phase = _phase("read weights", rank, world_size)
 
     def listen(now: LoadProgress) -> None:
         progress(phase, now.bytes_done, now.bytes_total, "B", f"layer {now.layer}" if 0 <= now.layer < 1 << 20 else "")
@@ -113,6 +193,8 @@ def _rank_row(mesh: Mesh, pieces: RankPieces, weights: Weights) -> dict[str, Any
         "read_s": weights.read_s,
         "reserved_bytes": pool.reserved_bytes,
         "reserve_s": pool.reserve_s,
+        "waited_s": pool.waited_s,
+        "backed_bytes": pool.backed_bytes,
         "huge_page_bytes": pool.huge_page_bytes,
         "huge_page_reason": pool.huge_page_reason,
     }
@@ -133,7 +215,11 @@ def _ranks(draft: Draft, rows: list[dict[str, Any]], dtype: str) -> None:
     draft.metric("read_bytes", read_bytes, "B", f"kept as {dtype}")
     draft.metric("read_rate", read_bytes / read_s if read_s > 0 else None, "B/s", "reading, cutting and converting")
     draft.metric("read_s", read_s, "s")
-    draft.metric("reserve_s", sum(row["reserve_s"] for row in rows), "s", "memory reserved and backed by pages")
+    draft.metric(
+        "reserve_s", sum(row["reserve_s"] for row in rows), "s", "memory backed, ahead of what is read into it"
+    )
+    draft.metric("waited_s", sum(row["waited_s"] for row in rows), "s", "of it, reading stood still for")
+    draft.metric("load_s", sum(row["load_s"] for row in rows), "s", "all of it, importing torch for the first rank too")
     draft.metric("largest_rank_bytes", max(row["resident_bytes"] for row in rows), "B")
     huge = [row["huge_page_bytes"] for row in rows]
     known = [count for count in huge if count is not None]
@@ -143,11 +229,44 @@ def _ranks(draft: Draft, rows: list[dict[str, Any]], dtype: str) -> None:
         "B",
         next((row["huge_page_reason"] for row in rows if row["huge_page_reason"]), "of the memory reserved"),
     )
-    draft.table("ranks", (_without_reason(row) for row in rows))
+    draft.table("ranks", (_for_table(row) for row in rows))
 
 
-def _without_reason(row: Mapping[str, Any]) -> dict[str, Any]:
+def _for_table(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "huge_page_reason"}
+
+
+def _add_roles(roles: dict[str, list[int]], pieces: RankPieces, weights: Weights) -> None:
+    """Per role, bytes planned and bytes that tensors really have, over all ranks."""
+    for storage in pieces.storages:
+        total = roles.setdefault(storage.role, [0, 0])
+        total[0] += storage.nbytes
+        total[1] += weights.storages[storage.name].nbytes
+
+
+def _memory(draft: Draft, rows: list[dict[str, Any]], roles: dict[str, list[int]]) -> None:
+    """Predicted beside actual, by role, and what the system says is there."""
+    draft.table(
+        "memory",
+        (
+            {"role": role, "planned_bytes": planned, "resident_bytes": resident}
+            for role, (planned, resident) in roles.items()
+        ),
+    )
+    backed = [row["backed_bytes"] for row in rows if row["backed_bytes"] is not None]
+    planned = sum(row["planned_bytes"] for row in rows)
+    draft.metric("backed_bytes", sum(backed) if backed else None, "B", f"really in memory; planned were {planned:,} B")
+
+
+def _against_limit(
+    draft: Draft, rows: list[dict[str, Any]], checkpoint: Checkpoint, origin: str, threads: int, wanted: bool
+) -> None:
+    draft.metric("source", checkpoint.source.url or checkpoint.directory, "", origin)
+    rate, words = source_limit(checkpoint, threads) if wanted else (None, "not asked for")
+    draft.metric("source_limit", rate, "B/s", words)
+    read_s = sum(row["read_s"] for row in rows)
+    share = sum(row["read_bytes"] for row in rows) / read_s / rate if rate and read_s > 0 else None
+    draft.metric("share_of_limit", share, "x", "rate of reading, cutting and converting over that of the source")
 
 
 def ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:

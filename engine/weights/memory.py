@@ -16,6 +16,7 @@ from firstlight.engine.weights.pages import (
     SLOW_HUGE_PAGE_S,
     Pages,
     aligned,
+    backed_bytes,
     does_not_fit,
     huge_page_bytes,
     join,
@@ -27,17 +28,17 @@ __all__ = ["Pool", "PoolReport", "aligned", "measure_read_bandwidth", "writable_
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one pool holds and how the system backs it.
 
-    `reserved_bytes` is what the system was asked for, `taken_bytes` what tensors use of it (with alignment).
-    `huge_page_bytes` is what huge pages back of it by now, None where that is not known; `huge_page_reason` says why it
-    is not known, or why they were not waited for.
-    `reserve_s` is the time from the first page to the last one, 0 where that is left to first use; `waited_s` is the
-    part of it for which somebody stood still.
+    `reserved_bytes` is what the system was asked for, `taken_bytes` what tensors use of it (with alignment). Of it,
+    `backed_bytes` are in memory by now, `huge_page_bytes` in huge pages, None where that is not known;
+    `huge_page_reason` says why it is not known, or why they were not waited for. `reserve_s` is the time from the first
+    page to the last one, 0 where that is left to first use; for `waited_s` of it somebody stood still.
     """
 
     name: str
     device: str
     reserved_bytes: int
     taken_bytes: int
+    backed_bytes: int | None
     huge_page_bytes: int | None
     huge_page_reason: str | None
     reserve_s: float
@@ -163,6 +164,7 @@ class Pool:
             device=str(self.device),
             reserved_bytes=self.reserved_bytes,
             taken_bytes=self._taken_bytes,
+            backed_bytes=backed_bytes(self._data_N.data_ptr(), self.reserved_bytes) if self._pages else None,
             huge_page_bytes=huge_page_bytes,
             huge_page_reason=reason,
             reserve_s=self._reserve_s if self._pages is None else self._pages.backing_s,

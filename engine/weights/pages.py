@@ -224,18 +224,29 @@ def available_bytes() -> int | None:
 
 def huge_page_bytes(address: int, nbytes: int) -> tuple[int | None, str | None]:
     """Bytes of a range of this process that huge pages back, from /proc/self/smaps; or None and why it is not known."""
+    found = _smaps(address, nbytes)
+    return (None, "this system has no /proc/self/smaps") if found is None else (found["AnonHugePages"], None)
+
+
+def backed_bytes(address: int, nbytes: int) -> int | None:
+    """Bytes of a range of this process that are in memory; None where the system does not tell."""
+    found = _smaps(address, nbytes)
+    return None if found is None else found["Rss"]
+
+
+def _smaps(address: int, nbytes: int) -> dict[str, int] | None:
     smaps = Path("/proc/self/smaps")
     if not smaps.exists():
-        return None, "this system has no /proc/self/smaps"
-    total = 0
+        return None
+    totals = {"Rss": 0, "AnonHugePages": 0}
     inside = False
     for line in smaps.read_text().splitlines():
         if not line[0].isupper():  # `7f0000000000-7f0000200000 rw-p ...`: an area; what follows are its figures
             first, _, end = line.partition(" ")[0].partition("-")
             inside = int(first, 16) < address + nbytes and address < int(end, 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            total += int(line.split()[1]) * 1024
-    return min(total, nbytes), None
+        elif inside and (name := line.partition(":")[0]) in totals:
+            totals[name] += int(line.split()[1]) * 1024
+    return {name: min(total, nbytes) for name, total in totals.items()}
 
 
 def does_not_fit(name: str, nbytes: int, found: str) -> Finding:

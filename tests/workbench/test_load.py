@@ -1,5 +1,6 @@
 """Load: what was planned is what is resident, on every rank of every mesh; a gap is refused before the first byte."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.sources.local import Method
+from firstlight.engine.weights.sources.mirror import mirror
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.load import load
 from firstlight.workbench.progress import Progress
+from tests.engine.weights import far
 
 Get = Callable[[str], Path]
 
@@ -64,3 +68,37 @@ def test_what_cannot_be_whole_is_refused(checkpoint: Get, tmp_path: Path) -> Non
         load(home)
     with pytest.raises(Refused, match="3 is not possible"):
         load(checkpoint("llama"), Mesh(tp=3))
+
+
+def test_hashes_are_those_of_the_stored_tensors(checkpoint: Get) -> None:
+    """What lies in memory is what lies in the file, byte for byte, where a tensor is read whole and as it is."""
+    home = checkpoint("llama")
+    stored = Checkpoint.open(home)
+    rows = load(home, hashes=True).tables["hashes"]
+    assert len(rows) == len(stored.tensors)
+    for row in rows:
+        assert row["sha256"] == hashlib.sha256(stored.read_bytes(row["tensor"])).hexdigest()
+    halves = load(home, Mesh(tp=2), hashes=True).tables["hashes"]
+    assert {row["rank"] for row in halves} == {0, 1}
+    down = [row for row in halves if row["parameter"] == "layers.0.ffn.down.weight"]
+    assert down[0]["sha256"] != down[1]["sha256"]
+
+
+@pytest.mark.parametrize("reader", ["auto", "buffered", "direct"])
+def test_every_way_of_reading_gives_the_same_weights(reader: Method, checkpoint: Get) -> None:
+    report = load(checkpoint("llama"), Mesh(tp=2), reader=reader, hashes=True)
+    assert report.tables["hashes"] == load(checkpoint("llama"), Mesh(tp=2), hashes=True, limit=False).tables["hashes"]
+    assert report.value("share_of_limit") is not None
+    assert {row["role"]: row["planned_bytes"] for row in report.tables["memory"]} == {
+        row["role"]: row["resident_bytes"] for row in report.tables["memory"]
+    }
+
+
+def test_a_checkpoint_behind_a_url_is_loaded_from_there(checkpoint: Get, tmp_path: Path) -> None:
+    home = checkpoint("llama")
+    with far.served(home) as web:
+        directory = mirror(web.url, cache=tmp_path)
+        report = load(directory, Mesh(pp=2), hashes=True)
+    assert report.tables["hashes"] == load(home, Mesh(pp=2), hashes=True).tables["hashes"]
+    assert "range requests" in report.metrics["source"].detail
+    assert report.metrics["source"].value == web.url
