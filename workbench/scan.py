@@ -13,6 +13,7 @@ from firstlight.engine.model.spec import ModelSpec, VisionSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.stock import Kind, by_dtype, stock
 from firstlight.engine.weights.uncollected import uncollected
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
@@ -20,7 +21,6 @@ from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files, side_file_rows
-from firstlight.engine.weights.stock import Kind, by_dtype, stock
 
 if TYPE_CHECKING:
     from firstlight.workbench.manifest import Manifest
@@ -60,7 +60,7 @@ def _scan(
     kinds = stock(checkpoint.tensors.values())
     _files(draft, checkpoint)
     described = _architecture(draft, checkpoint)
-    ledger = account(checkpoint, *described) if described is not None else None
+    ledger = account(checkpoint, *described, kinds) if described is not None else None
     if ledger is not None and described is not None:
         _account(draft, ledger)
         _model(draft, checkpoint, described[0])
@@ -185,17 +185,19 @@ def _kind_rows(kinds: Sequence[Kind], ledger: Ledger | None) -> Iterator[dict[st
             "dtype": ", ".join(kind.dtypes),
             "shape": shapes[0] if len(kind.shapes) == 1 else f"{len(kind.shapes)} shapes",
             "total_bytes": kind.nbytes,
-            **({} if ledger is None else {"fills": _destination(ledger, kind.names)}),
+            **({} if ledger is None else {"fills": _destination(ledger, kind)}),
         }
 
 
-def _destination(ledger: Ledger, names: list[str]) -> str:
-    """Where the tensors of one pattern go: parameters, the reason why nowhere, or that nobody knows."""
-    filled = dict.fromkeys(param for name in names for param in ledger.consumed.get(name, ()))
-    if filled:
-        groups = grouped(filled, str)
-        return ", ".join(with_numbers(pattern, numbers(pattern, params)) for pattern, params in groups.items())
-    reason = ledger.left_out.get(names[0])
+def _destination(ledger: Ledger, kind: Kind) -> str:
+    """Where the tensors of one kind go: parameters, the reason why nowhere, or that nobody knows."""
+    if kind.pattern in ledger.fills:
+        return with_numbers(ledger.fills[kind.pattern], kind.numbers)
+    params = dict.fromkeys(param for name in kind.names for param in ledger.consumed.get(name, ()))
+    if params:
+        groups = grouped(params, str)
+        return ", ".join(with_numbers(pattern, numbers(pattern, names)) for pattern, names in groups.items())
+    reason = ledger.left_out.get(kind.names[0])
     return f"left out: {reason}" if reason else "nothing"
 
 

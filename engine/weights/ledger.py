@@ -48,7 +48,8 @@ MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are stored
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """`sources`: parameter -> where it comes from. `consumed`: tensor -> parameters. `left_out`: tensor -> reason.
 
-    A quantized weight's tensors are consumed by the parameters that it fills, scales and all.
+    A quantized weight's tensors are consumed by the parameters that it fills, scales and all. `fills`: of kinds that
+    were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both.
     """
 
     sources: dict[str, Source]
@@ -57,6 +58,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...]
     unconsumed: tuple[str, ...]
     findings: tuple[Finding, ...]
+    fills: dict[str, str] = {}
 
     @property
     def complete(self) -> bool:
@@ -92,8 +94,10 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     params = {param.name: param for param in spec.parameters()}
     scheme, findings = _scheme(checkpoint)
     book = _Book(params, checkpoint, scheme)
-    enter_kinds(book, stock(checkpoint.tensors.values()) if kinds is None else kinds, checkpoint.tensors, matcher)
-    others = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in book.consumed}
+    kinds = stock(checkpoint.tensors.values()) if kinds is None else kinds
+    enter_kinds(book, kinds, checkpoint.tensors, matcher)
+    rest = (tensor for kind in kinds if kind.pattern not in book.fills for tensor in kind.tensors)
+    others = {tensor.name: tensor for tensor in rest if tensor.name not in book.consumed}
     grouped = group(others, scheme)
     book.findings.extend((*findings, *grouped.findings))
     for tensor in others.values():
@@ -152,6 +156,7 @@ class _Book:
         self.twice: list[tuple[str, str]] = []
         self.padded: dict[str, int] = {}  # tensor -> rows that are its parameter
         self.regions: dict[tuple[int, ...], Region] = {}
+        self.fills: dict[str, str] = {}
         self.plain: list[str] = []  # though announced as quantized
         self.companions: set[str] = set()
 
@@ -337,6 +342,7 @@ class _Book:
             missing=missing,
             unconsumed=tuple(self.unconsumed),
             findings=tuple(self.findings),
+            fills=self.fills,
         )
 
 

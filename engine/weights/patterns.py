@@ -38,50 +38,53 @@ def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
 
 def numbers(pattern: str, names: Sequence[str]) -> list[list[int]]:
     """For each `*` of the pattern the numbers that occur in the names, in order; very long ones are left out."""
-    places = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
-    if not places or not names:
-        return [[] for _ in places]
-    columns = _columns(pattern, names, len(places))
+    count = pattern.count("*")
+    if not count or not names:
+        return [[] for part in pattern.split(".") if part == "*"]
+    columns = columns_of(bare(pattern, names), count, len(names))
     if columns is None:
+        places = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
         whole = list(zip(*map(_split, names), strict=True))
         columns = [set(whole[place]) for place in places]
     return [sorted({int(part) for part in column if _is_number(part)}) for column in columns]
 
 
-def _columns(pattern: str, names: Sequence[str], count: int) -> list[set[str]] | None:
-    """The texts at the stars of a pattern, found by taking away what lies between; None where that goes wrong."""
-    flat = _bare(pattern, names)[1:-1].replace("\n", ".").split(".")
-    if len(flat) != count * len(names):
+def columns_of(text: str, count: int, lines: int) -> list[set[str]] | None:
+    """The texts at each of `count` stars of `bare` names; None where these are not that."""
+    flat = text[1:-1].replace("\n", ".").split(".")
+    if len(flat) != count * lines:
         return None
     columns = [set(flat[place::count]) for place in range(count)]
     return columns if all(map(_is_number, (part for column in columns for part in column))) else None
 
 
-def _bare(pattern: str, names: Sequence[str]) -> str:
-    """Names as lines of what stands at the stars, with dots between, if they are of the pattern."""
+def bare(pattern: str, names: Sequence[str]) -> str:
+    """Names of a pattern as lines of what stands at its stars, dots between, if nothing about them is unusual.
+
+    Exact for patterns of at most two stars without a line end.
+    """
     before, *between = pattern.split("*")
     text = "\n" + "\n".join(names) + "\n"
     if before:
         text = text.replace(f"\n{before}", "\n")
-    if between[-1]:
+    if between and between[-1]:
         text = text.replace(f"{between[-1]}\n", "\n")
     for words in between[:-1]:
         text = text.replace(words, ".")
     return text
 
 
-def renamed(names: Sequence[str], pattern: str, other: str) -> list[str] | None:
-    """Names of one pattern as names of another with the same numbers in the same order; None for more than two stars.
+def named(text: str, count: int, pattern: str) -> list[str] | None:
+    """The names of another pattern with the numbers of `count` `bare` names; None for more than two stars.
 
-    `layers.3.mlp.w1` of `layers.*.mlp.w1` becomes `blocks.3.up` of `blocks.*.up`.
+    `layers.3.mlp.w1` of `layers.*.mlp.w1` is `blocks.3.up` of `blocks.*.up`.
     """
     stars = pattern.count("*")
-    if not names or not 1 <= stars <= 2 or other.count("*") != stars:
+    if not count or not 1 <= stars <= 2 or "\n" in pattern:
         return None
-    text = _bare(pattern, names)
-    if text.count(".") != (stars - 1) * len(names) or text.count("\n") != len(names) + 1:
+    if text.count(".") != (stars - 1) * count or text.count("\n") != count + 1:
         return None
-    before, *between = other.split("*")
+    before, *between = pattern.split("*")
     if stars == 2:
         text = text.replace(".", between[0])
     return (before + text[1:-1].replace("\n", f"{between[-1]}\n{before}") + between[-1]).split("\n")

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.patterns import grouped, numbers, renamed, with_numbers
+from firstlight.engine.weights.patterns import bare, grouped, named, numbers, with_numbers
 
 _name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
 VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the names of what is not the text model
@@ -19,17 +19,39 @@ EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction 
 class Kind:
     """Tensors of one pattern of names; everything else is counted once, when it is asked for."""
 
-    def __init__(self, pattern: str, tensors: list[TensorInfo]) -> None:
+    def __init__(self, pattern: str, tensors: list[TensorInfo], known: dict[str, list[list[int]]]) -> None:
         self.pattern = pattern
         self.tensors = tensors
+        self._known = known
 
     @cached_property
     def names(self) -> list[str]:
         return list(map(_name, self.tensors))
 
     @cached_property
+    def bare(self) -> str:
+        """The numbers of all names, line by line."""
+        return bare(self.pattern, self.names)
+
+    @cached_property
     def numbers(self) -> list[list[int]]:
-        return numbers(self.pattern, self.names)
+        """For each star of the pattern the numbers that occur; found once for all kinds that are numbered alike."""
+        if not self.is_plain:
+            return numbers(self.pattern, self.names)
+        key = f"{self.pattern.count('*')}{self.bare}"
+        if key not in self._known:
+            self._known[key] = numbers(self.pattern, self.names)
+        return self._known[key]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether names are made of the pattern and one or two numbers, and of nothing unusual."""
+        return 1 <= self.pattern.count("*") <= 2 and "\n" not in self.pattern
+
+    def is_numbered_like(self, other: Kind) -> bool:
+        """Whether both have the same numbers in the same order."""
+        both = self.is_plain and other.is_plain and self.pattern.count("*") == other.pattern.count("*")
+        return both and self.bare == other.bare
 
     @cached_property
     def range(self) -> str:
@@ -38,7 +60,7 @@ class Kind:
 
     def as_names(self, pattern: str) -> list[str] | None:
         """What the tensors would be called by another pattern with the same numbers; None where that is not known."""
-        return renamed(self.names, self.pattern, pattern)
+        return named(self.bare, len(self.tensors), pattern)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -64,7 +86,8 @@ class Kind:
 
 def stock(tensors: Iterable[TensorInfo]) -> list[Kind]:
     """All kinds, in the order in which they come in the checkpoint."""
-    return [Kind(pattern, of_it) for pattern, of_it in grouped(tensors, _name).items()]
+    known: dict[str, list[list[int]]] = {}
+    return [Kind(pattern, of_it, known) for pattern, of_it in grouped(tensors, _name).items()]
 
 
 def by_dtype(kinds: Iterable[Kind]) -> dict[str, tuple[int, int, int]]:

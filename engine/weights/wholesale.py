@@ -24,7 +24,7 @@ from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind
 
 FEWEST = 16  # members of a kind that are worth the trouble
-_shape_of, _role_of = attrgetter("shape"), attrgetter("role")
+_name_of, _shape_of, _role_of = attrgetter("name"), attrgetter("shape"), attrgetter("role")
 
 
 class Book(Protocol):
@@ -34,15 +34,20 @@ class Book(Protocol):
     scheme: Scheme
     sources: dict[str, Source]
     consumed: dict[str, tuple[str, ...]]
+    fills: dict[str, str]
     plain: list[str]
 
 
 class _Weights(msgspec.Struct, frozen=True):
-    """Weights of one kind: their names' pattern, shape, first tensors, and, quantized, all of their tensors."""
+    """Weights of one kind: their names' pattern, shape, first tensors, and, quantized, all of their tensors.
+
+    `kinds`: kinds of which all members are tensors of these weights.
+    """
 
     pattern: str
     shape: tuple[int, ...]
     mains: Kind
+    kinds: tuple[Kind, ...]
     format: Format | None = None
     parts: tuple[list[TensorInfo], ...] = ()
 
@@ -50,13 +55,13 @@ class _Weights(msgspec.Struct, frozen=True):
 def enter_kinds(book: Book, kinds: Iterable[Kind], tensors: Mapping[str, TensorInfo], matcher: Matcher) -> None:
     """Enters every kind of at least `FEWEST` tensors that is sound from the first member to the last."""
     by_pattern = {kind.pattern: kind for kind in kinds}
-    many = [kind for kind in by_pattern.values() if len(kind.tensors) >= FEWEST and kind.is_uniform]
+    many = [kind for kind in by_pattern.values() if len(kind.tensors) >= FEWEST and kind.is_uniform and kind.is_plain]
     for kind in many:
         if kind.dtypes[0] not in FLOATS and (weights := _packed(kind, by_pattern, tensors, book.scheme)) is not None:
             _enter(book, weights, matcher)
     for kind in many:
         if kind.dtypes[0] in FLOATS and kind.names[0] not in book.consumed:
-            _enter(book, _Weights(kind.pattern, kind.shapes[0], kind), matcher)
+            _enter(book, _Weights(kind.pattern, kind.shapes[0], kind, (kind,)), matcher)
 
 
 def _packed(
@@ -70,6 +75,7 @@ def _packed(
     if format_ is None:
         return None
     there: dict[str, list[TensorInfo]] = {}
+    whole: list[Kind] = []
     for part in suffixes(format_):
         for pattern in part_names(weight, part):
             other = kinds.get(pattern)
@@ -79,19 +85,25 @@ def _packed(
             if found is None:
                 return None
             there[part.suffix] = found
+            if len(found) == len(other.tensors):
+                whole.append(other)
     form = fitting(format_, kind.tensors[0], {suffix: found[0] for suffix, found in there.items()})
     if not isinstance(form, Format) or form.swapped:
         return None
     shape = form.weight_shape(kind.shapes[0])
     if shape is None:
         return None
-    return _Weights(weight, shape, kind, form, tuple(there[part.suffix] for part in form.parts))
+    return _Weights(weight, shape, kind, tuple(whole), form, tuple(there[part.suffix] for part in form.parts))
 
 
 def _of_each(kind: Kind, other: Kind, tensors: Mapping[str, TensorInfo]) -> list[TensorInfo] | None:
     """The member of another kind with the numbers of each member of this one; None where one is absent or unlike."""
+    if not other.is_uniform:
+        return None
+    if kind.is_numbered_like(other):
+        return other.tensors
     names = kind.as_names(other.pattern)
-    if names is None or not other.is_uniform:
+    if names is None:
         return None
     found = list(map(tensors.get, names))
     return found if all(found) else None  # type: ignore[return-value]
@@ -126,9 +138,10 @@ def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
         parts = zip(*weights.parts, strict=True)
         packs = map(Packed, names, repeat(shape), repeat(weights.format), parts)
         for part in weights.parts:
-            book.consumed.update(zip([tensor.name for tensor in part], ones, strict=True))
+            book.consumed.update(zip(map(_name_of, part), ones, strict=True))
     sources = map(Source, weights.mains.names, repeat(region), repeat(False), repeat(False), packs)
     book.sources.update(zip(filled, sources, strict=True))
+    book.fills.update((kind.pattern, patterns[0]) for kind in weights.kinds)
 
 
 def _with_columns(weights: _Weights, name: str, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:

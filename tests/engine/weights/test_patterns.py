@@ -7,7 +7,7 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from firstlight.engine.weights.patterns import grouped, numbers, patterns, with_numbers
+from firstlight.engine.weights.patterns import bare, grouped, named, numbers, patterns, with_numbers
 
 _part = st.one_of(st.sampled_from(["layers", "0", "1", "12", "007", "w1", "", "*", "\n", "٣"]), st.text(max_size=3))
 _names = st.lists(st.lists(_part, min_size=1, max_size=5).map(".".join), max_size=8)
@@ -29,6 +29,7 @@ def test_as_name_by_name(names: list[str]) -> None:
         stars = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
         assert found == [sorted({int(p[s]) for p in parts if p[s].isdecimal() and len(p[s]) < 19}) for s in stars]
         assert with_numbers(pattern, found) or not any(group)
+        assert named(bare(pattern, group), len(group), pattern) in (None, group)
 
 
 def test_numbers_are_shown_as_runs() -> None:

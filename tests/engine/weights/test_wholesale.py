@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
@@ -25,7 +26,7 @@ def both(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, Ledger]:
     found = []
     for fewest in (2, 1 << 60):
         monkeypatch.setattr(wholesale, "FEWEST", fewest)
-        found.append(account(checkpoint, spec, matcher))
+        found.append(msgspec.structs.replace(account(checkpoint, spec, matcher), fills={}))
     return found[0], found[1]
 
 
