@@ -131,6 +131,10 @@ class Follower:
             changes["version"] = self.snapshot.version + 1
             self.snapshot = msgspec.structs.replace(self.snapshot, **changes)
 
+    def progress(self, rungs: Sequence[str], unit: str) -> list[ProgressEvent]:
+        """Every event of some rungs that counts in `unit`, from the file: for a replay."""
+        return [event for _, event in self._reader.progress() if event.rung in rungs and event.unit == unit]
+
     def series(self) -> list[Series]:
         return self._reader.series()
 
@@ -309,6 +313,12 @@ class DataStore:
             follower = self._followers[name]
         follower.wanted_s = time.monotonic()
         return follower
+
+    def touch(self, follower: Follower) -> None:
+        """Somebody still looks at this run."""
+        follower.wanted_s = time.monotonic()
+        with self._lock:
+            self._followers.setdefault(Path(follower.snapshot.directory).name, follower)
 
     def _work(self) -> None:
         while not self._end.wait(POLL_S):

@@ -186,7 +186,8 @@ class EventReader:
         return self._rows(RequestEvent, after)
 
     def readings(self, after: int = 0) -> Iterator[tuple[int, Reading]]:
-        return iter(self._ask(lambda connection: list(readings.all_readings(connection, after)), []))
+        nothing: list[tuple[int, Reading]] = []
+        return iter(self._ask(lambda connection: list(readings.all_readings(connection, after)), nothing))
 
     def last_id(self) -> int:
         """The id of the last reading; 0 without any."""
@@ -211,7 +212,10 @@ class EventReader:
     def _rows(self, kind: type[Any], after: int) -> Iterator[tuple[int, Any]]:
         names = kind.__struct_fields__
         query = f"select id, {', '.join(names)} from {TABLES[kind]} where id > ? order by id"
-        for identifier, *values in self._ask(lambda connection: connection.execute(query, (after,)).fetchall(), []):
+        nothing: list[Any] = []
+        for identifier, *values in self._ask(
+            lambda connection: connection.execute(query, (after,)).fetchall(), nothing
+        ):
             yield identifier, kind(**dict(zip(names, values, strict=True)))
 
     def _ask(self, question: Callable[[sqlite3.Connection], Result], nothing: Result) -> Result:

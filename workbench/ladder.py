@@ -47,7 +47,7 @@ def climb(
         report = rung()
         done[verb] = report
         _tell(face, report)
-        draft.check(verb, report.passed, value=report.status, detail=_highlights(report))
+        draft.check(verb, report.passed, value=report.status, detail=highlights(report))
         if not report.passed:
             status = status or report.status
             stopped = stopped or verb
@@ -76,7 +76,7 @@ def _tell(face: Face, report: Report) -> None:
     """One line; under it the answers of `infer`, what failed, and why."""
     passed = sum(check.status != "failed" for check in report.checks)
     checks = f"{passed}/{len(report.checks)}" if report.checks else ""
-    face.verdict(report.status, report.verb, checks, words.seconds(report.duration_s), _highlights(report))
+    face.verdict(report.status, report.verb, checks, words.seconds(report.duration_s), highlights(report))
     if report.verb == "infer":
         for number, (picture, question, answer, expected) in enumerate(answer_lines(report)):
             if number < 6 or expected:  # some, and all that are not as expected
@@ -96,7 +96,7 @@ def _tell(face: Face, report: Report) -> None:
         say_refused(fatal, lead=report.status)
 
 
-def _highlights(report: Report) -> str:
+def highlights(report: Report) -> str:
     """The figures of the rung's line; empty where the report lacks one. `verify` names a figure once for each input."""
     template = HIGHLIGHTS.get(report.verb, "")
     found: dict[str, str] = {}
@@ -115,7 +115,7 @@ def _summary(draft: Draft, done: dict[str, Report]) -> None:
     draft.table(
         "rungs",
         (
-            {"rung": verb, "status": report.status, "duration_s": report.duration_s, "figures": _highlights(report)}
+            {"rung": verb, "status": report.status, "duration_s": report.duration_s, "figures": highlights(report)}
             for verb, report in done.items()
         ),
     )

@@ -20,7 +20,7 @@ import msgspec
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.serving.api import EngineInfo, RankMemory
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.request import Completion, SamplingParams
+from firstlight.engine.serving.request import Completion, SamplingParams, TokenLogprob
 from firstlight.engine.serving.stats import EngineStats
 from firstlight.workbench.infer import picture_questions
 from firstlight.workbench.progress import Progress
@@ -129,11 +129,12 @@ def _ask(engine: EngineClient, load: Load) -> Outcome:
     started_s = time.perf_counter()
     first_s: float | None = None
     tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     pictures = [load.picture] if load.picture is not None else []
     chat = not isinstance(load.prompt, str) or bool(pictures)
     try:
         deltas = engine.generate(load.prompt, pictures, load.params, chat)
-        text, logprobs, last = "", [], None
+        text, last = "", None
         for delta in deltas:
             first_s = first_s or time.perf_counter() - started_s
             text += delta.text

@@ -1,14 +1,62 @@
-"""`firstlight dashboard`: not built yet, and it says so."""
+"""`firstlight dashboard`: pages over the runs of a folder and the engines that belong to them."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from firstlight.workbench.commands import options
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.session import Session
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="RUN", nargs="?", help="a run directory")
+    parser.add_argument(
+        "directory",
+        metavar="RUN",
+        nargs="?",
+        default="runs",
+        help="a run directory, or a folder of them (default: runs)",
+    )
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", metavar="P", type=int, default=5006, help="port to listen on (default 5006)")
+    parser.add_argument("--token", metavar="T", help="token that a browser must bring; needed beyond loopback")
 
 
-run = options.not_built("dashboard", "reports of a run are in its reports/ folder; a notebook shows them")
+def run(arguments: argparse.Namespace, session: Session) -> Report:
+    """Serves until interrupted."""
+    folder = Path(arguments.directory)
+    if not folder.is_dir():
+        raise Refused(
+            fatal(
+                "not-found",
+                f"{folder} is not there",
+                file=str(folder),
+                expected="a run directory, or a folder of run directories",
+                next="firstlight up CKPT makes runs/<time>-<model>",
+            )
+        )
+    try:
+        from firstlight.dashboards.app import serve
+    except ModuleNotFoundError as error:
+        raise Refused(
+            fatal(
+                "not-available",
+                f"the dashboard needs {error.name}",
+                expected="the packages of the extra `dashboard`",
+                found=f"no {error.name}",
+                next="pip install 'firstlight[dashboard]'",
+            )
+        ) from error
+    is_run = (folder / "run.json").is_file()
+    root, name = (folder.resolve().parent, folder.resolve().name) if is_run else (folder, None)
+    server, address = serve(root, name, arguments.host, arguments.port, arguments.token)
+    session.face.line(f"{address}  shows {folder}; interrupt to stop")
+    draft = Draft("dashboard", str(folder))
+    draft.metric("url", address, "")
+    try:
+        server.run_until_shutdown()
+    except KeyboardInterrupt:
+        server.stop()
+    return draft.close()

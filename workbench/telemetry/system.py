@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import psutil
 
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
+
+SHORTEST_S = 0.05
 
 
 class SystemSource:
@@ -19,10 +22,14 @@ class SystemSource:
     def __init__(self) -> None:
         self._rates = Rates()
         psutil.cpu_percent()  # the first call has nothing to compare with and would say 0
+        self._since_s = time.monotonic()
 
     def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
         make = Maker(self.name, time_s, step)
-        yield make.value("host", "cpu_utilisation", "%", psutil.cpu_percent())
+        if time.monotonic() - self._since_s < SHORTEST_S:  # too short a time to be busy or idle in
+            yield make.none("host", "cpu_utilisation", "%", FIRST)
+        else:
+            yield make.value("host", "cpu_utilisation", "%", psutil.cpu_percent())
         yield make.value("host", "load_1min", "processes", psutil.getloadavg()[0])
         memory = psutil.virtual_memory()
         yield make.value("host", "memory_used", "B", memory.total - memory.available)

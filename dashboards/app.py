@@ -1,0 +1,266 @@
+"""The dashboard: a page with a tab a view, over the runs of a folder and the engines that belong to them."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import panel as pn
+from bokeh.server.auth_provider import AuthProvider
+from tornado.web import RequestHandler
+
+from firstlight.dashboards import html
+from firstlight.dashboards.store import DataStore, Follower
+from firstlight.dashboards.theme import FIELDS, NAV, TEMPLATE
+from firstlight.dashboards.views.checkpoint import Checkpoint
+from firstlight.dashboards.views.communication import Communication
+from firstlight.dashboards.views.hardware import Hardware
+from firstlight.dashboards.views.layers import Layers
+from firstlight.dashboards.views.live import Live
+from firstlight.dashboards.views.loading import Loading
+from firstlight.dashboards.views.memory import Memory
+from firstlight.dashboards.views.overview import Overview
+from firstlight.dashboards.views.runs import Runs
+from firstlight.dashboards.views.topology import Topology
+from firstlight.dashboards.views.verify import Verify
+from firstlight.dashboards.views.view import View, column, pane, put
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.serving.options import is_loopback
+
+VIEWS: tuple[Callable[[Any], View], ...] = (  # one line a tab
+    Overview,
+    Checkpoint,
+    Memory,
+    Loading,
+    Layers,
+    Communication,
+    Verify,
+    Live,
+    Hardware,
+    Topology,
+    Runs,
+)
+TICK_MS = 100
+COOKIE = "firstlight"
+
+
+class Dashboard:
+    """One open page: the chosen run and tab, and the views that were looked at. Kept in step with the address."""
+
+    def __init__(self, store: DataStore, first_run: str | None = None) -> None:
+        self.store = store
+        self._follower: Follower | None = None
+        self._views: dict[str, View] = {}
+        self._drawn: tuple[str, str, int] = ("", "", -1)
+        titles = [view.title for view in VIEWS]  # type: ignore[attr-defined]
+        self._run = pn.widgets.Select(
+            name="Run", options=[], stylesheets=[FIELDS], sizing_mode="stretch_width", margin=(0, 0, 8, 0)
+        )
+        self._tab = pn.widgets.RadioButtonGroup(
+            name="View",
+            options=titles,
+            orientation="vertical",
+            stylesheets=[NAV],
+            sizing_mode="stretch_width",
+            margin=0,
+        )
+        self._message = pane()
+        self._main = column(self._message)
+        self._names: list[str] = []
+        self._document: Any = None
+        self._list_runs(first_run)
+        self._run.param.watch(lambda _: self._choose(), "value")
+        self._tab.param.watch(lambda _: self._open_tab(), "value")
+
+    @property
+    def follower(self) -> Follower | None:
+        return self._follower
+
+    def later(self, change: Callable[[], None]) -> None:
+        """Make a change in the page's own turn; a page that was closed meanwhile is left alone."""
+        if self._document is not None and self._document.session_context is not None:
+            self._document.add_next_tick_callback(change)
+
+    def template(self) -> Any:
+        """The page for one session, bound to its address."""
+        template = pn.Template(TEMPLATE)
+        template.add_panel("nav", pn.Column(self._run, self._tab, sizing_mode="stretch_width", margin=0))
+        template.add_panel("main", self._main)
+        self._document = pn.state.curdoc
+        location = pn.state.location
+        if location is not None:
+            location.sync(self._run, {"value": "run"})
+            location.sync(self._tab, {"value": "tab"})
+        self._choose()
+        self._open_tab()
+        pn.state.add_periodic_callback(self.tick, TICK_MS)
+        return template
+
+    def tick(self) -> None:
+        """Draw what changed; cheap when nothing did."""
+        if self._follower is None:
+            self._list_runs()
+            return
+        snapshot = self._follower.snapshot
+        now = snapshot.directory, self._tab.value, snapshot.version
+        if now != self._drawn:
+            self._drawn = now
+            self._views[self._tab.value].draw(snapshot)
+        if snapshot.version % 50 == 0:
+            self._list_runs()
+        self.store.touch(self._follower)
+
+    def _list_runs(self, first: str | None = None) -> None:
+        names = [name for name, _ in self.store.runs()]
+        if names == self._names:
+            return
+        self._names = names
+        kept = self._run.value or first
+        self._run.options = names
+        self._run.value = kept if kept in names else (names[0] if names else None)
+
+    def _choose(self) -> None:
+        name = self._run.value
+        if name is None:
+            put(
+                self._message,
+                html.page(
+                    html.card("No runs yet", html.nothing(f"firstlight up CKPT makes one in {self.store.root.name}/"))
+                ),
+            )
+            return
+        try:
+            self._follower = self.store.follow(name)
+        except Refused as refused:
+            put(self._message, html.page(html.card("No such run", html.nothing(str(refused.findings[0].message)))))
+            return
+        put(self._message, "")
+        self._views.clear()
+        self._drawn = ("", "", -1)
+        self._open_tab()
+
+    def _open_tab(self) -> None:
+        if self._follower is None:
+            return
+        title = self._tab.value
+        if title not in self._views:
+            kind = next(view for view in VIEWS if view.title == title)  # type: ignore[attr-defined]
+            self._views[title] = kind(self)
+        view = self._views[title]
+        view.draw(self._follower.snapshot)
+        self._drawn = (self._follower.snapshot.directory, title, self._follower.snapshot.version)
+        self._main.objects = [self._message, view.panel()]
+
+
+class TokenProvider(AuthProvider):
+    """Lets in who brings the token, once in the address (?token=...) and from then on in a signed cookie."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        super().__init__()
+
+    @property
+    def get_user(self) -> Callable[[Any], Any]:  # bokeh hands a handler, whatever its annotation says
+        def user(handler: RequestHandler) -> str | None:
+            given = handler.get_argument("token", "")
+            if given and hmac.compare_digest(given.encode(), self._token.encode()):
+                handler.set_secure_cookie(COOKIE, "in", httponly=True, samesite="Strict")
+                return "in"
+            return "in" if handler.get_secure_cookie(COOKIE, max_age_days=1) == b"in" else None
+
+        return user
+
+    @property
+    def get_user_async(self) -> None:
+        return None
+
+    @property
+    def login_url(self) -> str:
+        return "/firstlight-token"
+
+    @property
+    def get_login_url(self) -> None:
+        return None
+
+    @property
+    def login_handler(self) -> type[RequestHandler]:
+        class Ask(RequestHandler):
+            def get(self) -> None:
+                self.set_status(401)
+                self.finish("This dashboard wants its token: open the address that it printed when it started.\n")
+
+        return Ask
+
+    @property
+    def logout_url(self) -> None:
+        return None
+
+    @property
+    def logout_handler(self) -> None:
+        return None
+
+
+def serve(
+    root: str | Path, run: str | None = None, host: str = "127.0.0.1", port: int = 5006, token: str | None = None
+) -> tuple[Any, str]:
+    """Starts the server (a bokeh `Server`, its loop not yet running) and returns it with its address.
+
+    Raises `Refused` for an address beyond this machine without a token, and for a port that is taken.
+    """
+    if not is_loopback(host) and not token:
+        raise Refused(
+            fatal(
+                "usage",
+                f"a dashboard on {host} without a token would show the runs to anyone on the network",
+                expected="a token, or a loopback address",
+                found=f"host {host}, no token",
+                next="give --token, or leave --host at 127.0.0.1",
+            )
+        )
+    port = port or _free_port(host)
+    store = DataStore(root).start()
+    pn.extension("plotly", notifications=False, loading_spinner="arc")
+    options: dict[str, Any] = (
+        {"cookie_secret": secrets.token_hex(32), "auth_provider": TokenProvider(token)} if token else {}
+    )
+    names = ["localhost", "127.0.0.1"] if is_loopback(host) else [host]
+    try:
+        server = pn.serve(
+            {"/": lambda: Dashboard(store, run).template()},
+            port=port,
+            address=host,
+            websocket_origin=[f"{name}:{port}" for name in names],
+            show=False,
+            start=False,
+            title="Firstlight",
+            sign_sessions=True,
+            secret_key=secrets.token_hex(32),
+            generate_session_ids=True,
+            **options,
+        )
+    except OSError as error:
+        store.close()
+        raise Refused(
+            fatal(
+                "usage",
+                f"cannot listen on {host} port {port}: {error.strerror or error}",
+                expected="a free port of this machine",
+                found=f"{host}:{port}",
+                next="choose another --port or --host",
+            )
+        ) from error
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    address = f"http://{shown}:{server.port}/" + (f"?token={token}" if token else "")
+    return server, address
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now: pages may only come from the server's own address, which must be known before."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,103 @@
+"""Communication: a step as a timeline per rank, how much of its collectives is hidden, who waits, and what moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import panel as pn
+
+from firstlight.dashboards import figures, html
+from firstlight.dashboards.store import Snapshot
+from firstlight.dashboards.theme import FIELDS
+from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.workbench.report import Report
+
+
+class Communication:
+    title = "Communication"
+
+    def __init__(self, page: Page) -> None:
+        self._phase = pn.widgets.RadioButtonGroup(
+            name="Phase", options=["decode", "prefill"], stylesheets=[FIELDS], width=200
+        )
+        self._phase.param.watch(lambda _: self._draw(), "value")
+        self._top, self._plot, self._rest = pane(), plot(200), pane()
+        self._profile: Report | None = None
+        self._version = -1
+
+    def panel(self) -> Any:
+        return column(self._top, self._phase, self._plot, self._rest)
+
+    def draw(self, snapshot: Snapshot) -> None:
+        if snapshot.reports_version == self._version:
+            return
+        self._version = snapshot.reports_version
+        self._profile = snapshot.latest("profile")
+        self._draw()
+
+    def _draw(self) -> None:
+        profile, phase = self._profile, self._phase.value
+        rows = profile.tables.get("timeline", []) if profile is not None else []
+        self._phase.visible = bool(rows)
+        if profile is None:
+            put(
+                self._top,
+                html.page(
+                    html.card("Communication", html.nothing("not profiled yet: firstlight profile CKPT --run RUN"))
+                ),
+            )
+            return
+        steps = [row for row in profile.tables.get("steps", []) if row["phase"] == phase]
+        bars = [
+            (
+                f"rank {row['rank']}",
+                {part: row[f"{part}_ms"] for part in ("compute", "communication", "waiting")},
+                f"{row['compute_ms'] + row['communication_ms'] + row['waiting_ms']:.2f} ms",
+            )
+            for row in steps
+        ]
+        put(
+            self._top,
+            html.page(html.card("Where a step goes", html.stacked(bars) if bars else html.nothing("no steps"))),
+        )
+        show(self._plot, figures.timeline(rows, phase) if rows else None)
+        put(
+            self._rest,
+            html.page(
+                html.card("Overlap, by rank", html.table(figures.overlap(rows, phase))),
+                html.card("The slow link", _slowest(rows, phase)),
+                html.card(
+                    "Collectives of a step",
+                    html.table([r for r in profile.tables.get("collectives", []) if r["phase"] == phase]),
+                ),
+            ),
+        )
+
+
+def _slowest(rows: list[dict[str, Any]], phase: str) -> str:
+    """Which collective takes longest for what it moves, and which rank waits least: the others wait for that one."""
+    calls = [row for row in rows if row["phase"] == phase and row["kind"] == "collective"]
+    if not calls:
+        return html.nothing("one rank: nothing is sent")
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in calls:
+        by_name.setdefault(row["name"], []).append(row)
+    shown = []
+    for name, found in by_name.items():
+        in_calls = {
+            rank: sum(r["duration_ms"] for r in found if r["rank"] == rank) for rank in {r["rank"] for r in found}
+        }
+        fastest = min(found, key=lambda r: r["duration_ms"])
+        shown.append(
+            {
+                "collective": name,
+                "calls": len(found) // max(1, len(in_calls)),
+                "longest_ms": max(r["duration_ms"] for r in found),
+                "shortest_ms": fastest["duration_ms"],
+                "best_bytes_per_s": fastest["moved_bytes"] / fastest["duration_ms"] * 1e3
+                if fastest["duration_ms"]
+                else None,
+                "last_to_come": f"rank {min(in_calls, key=lambda rank: in_calls[rank])}" if len(in_calls) > 1 else "",
+            }
+        )
+    return html.table(sorted(shown, key=lambda row: -row["longest_ms"]))

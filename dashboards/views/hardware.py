@@ -1,0 +1,107 @@
+"""Hardware: every reading of every device, with a curve of the last two minutes, and the reason where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import panel as pn
+
+from firstlight.dashboards import figures, html
+from firstlight.dashboards.store import Snapshot, Trail
+from firstlight.dashboards.theme import FIELDS
+from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.workbench.readings import Series
+from firstlight.workbench.render import words
+
+SPAN_S = 120.0
+HIDDEN = ("memory",)  # sources with a tab of their own
+MOST_CURVES = 64
+
+
+class Hardware:
+    title = "Hardware"
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._devices, self._plot, self._note = pane(), plot(300), pane()
+        self._metric = pn.widgets.Select(name="Over the whole run", options=[], stylesheets=[FIELDS], width=300)
+        self._metric.param.watch(lambda _: self._draw_history(), "value")
+        self._series: list[Series] = []
+        self._version, self._minute = -1, -1
+
+    def panel(self) -> Any:
+        return column(self._devices, self._metric, self._note, self._plot)
+
+    def draw(self, snapshot: Snapshot) -> None:
+        if snapshot.readings_version == self._version:
+            return
+        self._version = snapshot.readings_version
+        put(self._devices, html.page(devices(snapshot)))
+        newest_s = max((trail.last.time_s for trail in snapshot.trails.values()), default=0.0)
+        if int(newest_s // 10) != self._minute:
+            self._minute = int(newest_s // 10)
+            self._choices()
+            self._draw_history()
+
+    def _choices(self) -> None:
+        follower = self._page.follower
+        self._series = follower.series() if follower is not None else []
+        kinds = dict.fromkeys(
+            f"{one.metric} ({one.unit})"
+            for one in self._series
+            if one.source not in HIDDEN and "block" not in one.device
+        )
+        self._metric.visible = bool(kinds)
+        options = list(kinds)
+        if options and options != self._metric.options:
+            kept = self._metric.value
+            self._metric.options = options
+            self._metric.value = kept if kept in options else options[0]
+
+    def _draw_history(self) -> None:
+        follower = self._page.follower
+        span = follower.span() if follower is not None else None
+        if follower is None or span is None or not self._metric.value:
+            show(self._plot, None)
+            return
+        wanted = {s.id: s for s in self._series if f"{s.metric} ({s.unit})" == self._metric.value}
+        shown = dict(list(wanted.items())[:MOST_CURVES])
+        found = follower.history(list(shown), *span, 600)
+        curves = {shown[key].device: buckets for key, buckets in found.items() if any(b.count for b in buckets)}
+        unit = next((series.unit for series in shown.values()), "")
+        show(self._plot, figures.curves(curves, unit, 300) if curves else None)
+        left = len(wanted) - len(shown)
+        put(self._note, html.page(html.nothing(f"{left} more devices are not drawn")) if left > 0 else "")
+
+
+def devices(snapshot: Snapshot) -> str:
+    """A card a device: name, curve and value of each metric, or the reason why there is none."""
+    by_device: dict[str, list[Trail]] = {}
+    for (source, device, _), trail in snapshot.trails.items():
+        if source not in HIDDEN and not device.startswith(("block ", "all_", "send", "receive", "broadcast")):
+            by_device.setdefault(device, []).append(trail)
+    if not by_device:
+        return html.card(
+            "Hardware", html.nothing("no readings yet: they are taken while a run loads, starts and serves")
+        )
+    newest_s = max(trail.last.time_s for trails in by_device.values() for trail in trails)
+    cards = [_device(device, trails, newest_s) for device, trails in by_device.items()]
+    return f'<div class="grid">{"".join(cards)}</div>'
+
+
+def _device(device: str, trails: list[Trail], newest_s: float) -> str:
+    rows = []
+    for trail in trails:
+        last = trail.last
+        name = f'<span title="{html.said(last.source)}">{html.said(words.heading(last.metric))}</span>'
+        if last.value is None:
+            kind = "bad" if last.alarm else "none"
+            why = html.said(f"{last.reason} · {last.source}")
+            rows.append(f'{name}<span></span><span class="v {kind}">not available</span><span class="why">{why}</span>')
+            continue
+        value = words.quantity(round(last.value, 2) if abs(last.value) < 1000 else last.value, last.unit)
+        stale = newest_s - last.time_s > 30
+        shown = f'<span class="v {"none" if stale else ""}">{html.said(value)}</span>'
+        rows.append(f"{name}{html.spark(trail.times_s, trail.values, newest_s, SPAN_S)}{shown}")
+    alarm = "alarm" if any(trail.last.alarm for trail in trails) else ""
+    return html.card(device, f'<div class="device">{"".join(rows)}</div>', alarm)

@@ -1,0 +1,123 @@
+"""Memory: what every rank holds by role, planned beside measured, and how it moved over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from firstlight.dashboards import figures, html
+from firstlight.dashboards.store import Snapshot
+from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.workbench.render import words
+from firstlight.workbench.report import Report
+
+OTHER = frozenset(("process_bytes", "total_bytes", "free_bytes", "weight_bytes"))
+
+
+class Memory:
+    title = "Memory"
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._bars, self._plot = pane(), plot(260)
+        self._over_time = pane(html.page(html.card("", "<h2>Over time, as the system and the engine say</h2>")))
+        self._version = -1
+        self._drawn = -1
+
+    def panel(self) -> Any:
+        return column(self._bars, self._over_time, self._plot)
+
+    def draw(self, snapshot: Snapshot) -> None:
+        if snapshot.reports_version != self._version:
+            self._version = snapshot.reports_version
+            put(self._bars, html.page(_planned(snapshot), _measured(snapshot.latest("start")), _pools(snapshot)))
+        if snapshot.readings_version // 10 != self._drawn:  # a curve of an hour does not move ten times a second
+            self._drawn = snapshot.readings_version // 10
+            found = self._curves()
+            self._over_time.visible = bool(found)
+            show(self._plot, figures.curves(found, "MiB") if found else None)
+
+    def _curves(self) -> dict[str, Any]:
+        follower = self._page.follower
+        span = follower.span() if follower is not None else None
+        if follower is None or span is None:
+            return {}
+        wanted = {
+            one.id: f"{one.device} {one.metric}"
+            for one in follower.series()
+            if one.unit == "B" and one.metric in ("memory_used", "resident", "allocated", "reserved")
+        }
+        found = follower.history(list(wanted), *span, 400)
+        scale = 1 / 2**20
+        return {
+            wanted[key]: [
+                type(b)(b.time_s, b.count, b.mean * scale if b.mean is not None else None, None, None, b.gaps)
+                for b in buckets
+            ]
+            for key, buckets in found.items()
+            if any(bucket.count for bucket in buckets)
+        }
+
+
+def _roles(row: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        key.removesuffix("_bytes"): float(value)
+        for key, value in row.items()
+        if key.endswith("_bytes") and key not in OTHER and value
+    }
+
+
+def _planned(snapshot: Snapshot) -> str:
+    plan = snapshot.latest("plan")
+    rows = plan.tables.get("ranks", []) if plan is not None else []
+    if plan is None or not rows:
+        return html.card("Planned", html.nothing("not planned yet"))
+    usable = plan.metrics.get("usable_bytes_per_device")
+    longest = float(usable.value) if usable is not None and isinstance(usable.value, int | float) else None
+    bars = []
+    for row in rows[:64]:
+        parts = _roles(row)
+        total = sum(parts.values())
+        free = max(0.0, longest - total) if longest else 0.0
+        said = words.in_bytes(total) + (f", {words.in_bytes(free)} free" if free else "")
+        bars.append((f"rank {row['rank']}", parts, said))
+    fits = max((sum(parts.values()) for _, parts, _ in bars), default=0.0)
+    scale = longest if longest and fits > 0.02 * longest else None  # a toy on a large device would be a hairline
+    note = "" if scale else "<p class='quiet'>bars are scaled to the fullest rank, not to the device</p>"
+    return html.card("Planned, by rank and role", html.stacked(bars, scale) + note)
+
+
+def _measured(start: Report | None) -> str:
+    rows = start.tables.get("memory", []) if start is not None else []
+    if not rows:
+        return html.card("Measured", html.nothing("no engine was started in this run"))
+    bars = [
+        (f"rank {row['rank']} · {row['device']}", _roles(row), words.in_bytes(sum(_roles(row).values())))
+        for row in rows[:64]
+    ]
+    return html.card("Measured: what the running engine holds", html.stacked(bars))
+
+
+def _pools(snapshot: Snapshot) -> str:
+    start, plan = snapshot.latest("start"), snapshot.latest("plan")
+    parts = []
+    if start is not None and plan is not None:
+        planned = {row["rank"]: row for row in plan.tables.get("ranks", [])}
+        rows = []
+        for row in start.tables.get("memory", []):
+            expected, found = planned.get(row["rank"]), _roles(row)
+            weights = sum(size for role, size in found.items() if role != "cache")
+            rows.append(
+                {
+                    "rank": row["rank"],
+                    "planned_weight_bytes": expected["weight_bytes"] if expected else None,
+                    "measured_weight_bytes": weights,
+                    "planned_cache_bytes": expected["cache_bytes"] + expected["state_bytes"] if expected else None,
+                    "measured_cache_bytes": found.get("cache", 0.0),
+                    "process_bytes": row.get("process_bytes"),
+                }
+            )
+        parts.append(html.card("Planned beside measured", html.table(rows)))
+    if start is not None and start.tables.get("pools"):
+        parts.append(html.card("Pools", html.table(start.tables["pools"])))
+    return "".join(parts)

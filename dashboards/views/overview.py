@@ -1,0 +1,182 @@
+"""Overview: the ladder and its state, what failed and what to do next, the engine now, progress, key figures."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from firstlight.dashboards import html
+from firstlight.dashboards.store import Snapshot, progress_rows
+from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.engine.serving.api import Health
+from firstlight.workbench.ladder import highlights
+from firstlight.workbench.render import words
+from firstlight.workbench.report import Report
+from firstlight.workbench.runs import LADDER
+
+RECENT_S = 15.0  # a rung without a report that said something so lately is running
+
+
+class Overview:
+    title = "Overview"
+
+    def __init__(self, page: Page) -> None:
+        self._head, self._ladder, self._engine, self._rest = pane(), pane(), pane(), pane()
+
+    def panel(self) -> Any:
+        return column(self._head, self._ladder, self._engine, self._rest)
+
+    def draw(self, snapshot: Snapshot) -> None:
+        put(self._head, _head(snapshot))
+        put(self._ladder, html.page(html.card("Ladder", _ladder(snapshot) + _running(snapshot))))
+        put(self._engine, _engine(snapshot))
+        put(self._rest, _rest(snapshot))
+
+
+def _head(snapshot: Snapshot) -> str:
+    record = snapshot.record
+    options = (record.engine or {}).get("options", {})
+    mesh = " x ".join(f"{axis} {size}" for axis, size in options.get("mesh", {}).items() if size != 1) or "1 rank"
+    said = f"{record.checkpoint} · {mesh} · since {record.created[:19].replace('T', ' ')} UTC"
+    return html.page(f"<h1>{html.said(record.model)}</h1><p class='quiet'>{html.said(said)}</p>")
+
+
+def _ladder(snapshot: Snapshot) -> str:
+    last = {rung.verb: rung for rung in snapshot.record.rungs}
+    items = []
+    for verb in LADDER:
+        rung = last.get(verb)
+        report = snapshot.latest(verb)
+        state = rung.status if rung else "running" if _is_running(snapshot, verb) else ""
+        word = state or "not run"
+        took = f" in {words.seconds(rung.duration_s)}" if rung and rung.status != "refused" else ""
+        said = highlights(report) if report is not None else ""
+        forced = " (forced)" if rung and rung.forced else ""
+        items.append(
+            f'<li class="{state}"><b>{verb}</b><span class="{state}">{html.said(word + took + forced)}</span><br>'
+            f"<span>{html.said(said)}</span></li>"
+        )
+    return f'<ol class="ladder">{"".join(items)}</ol>'
+
+
+def _is_running(snapshot: Snapshot, verb: str) -> bool:
+    events = [event for event, _ in progress_rows(snapshot, verb)]
+    return bool(events) and time.time() - max(event.time_s for event in events) < RECENT_S
+
+
+def _running(snapshot: Snapshot) -> str:
+    """Bars of what has not ended: amount, rate, time to go."""
+    done = {rung.verb for rung in snapshot.record.rungs}
+    rows = []
+    for event, pace in progress_rows(snapshot):
+        if event.rung in done or time.time() - event.time_s > RECENT_S:
+            continue
+        share = event.done / event.total if event.total else 0.0
+        amount = (
+            f"{words.quantity(event.done, event.unit)} of {words.quantity(event.total, event.unit)}"
+            if event.total
+            else ""
+        )
+        rate = words.quantity(pace.rate, f"{event.unit}/s") if pace.rate and event.unit else ""
+        left = f"{words.seconds(pace.remaining_s)} to go" if pace.remaining_s else ""
+        line = " · ".join(part for part in (f"{event.rung}: {event.phase}", amount, rate, left, event.detail) if part)
+        rows.append(f"<p>{html.said(line)}</p>{html.track(share)}")
+    return "".join(rows)
+
+
+def _engine(snapshot: Snapshot) -> str:
+    health = snapshot.health
+    alarms = "".join(
+        html.card(
+            f"alarm: {one.device}",
+            f"<p>{html.said(one.metric)}: {html.said(one.reason or words.quantity(one.value, one.unit))}</p>",
+            "alarm",
+        )
+        for one in snapshot.alarms
+        if one.source != "engine"
+    )
+    if health is None:
+        return html.page(alarms)
+    if health.failure is not None:
+        body = (
+            f"<p>{html.status('failed')} rank {health.failure.rank} in phase {html.said(health.failure.phase)}: "
+            f"{html.said(health.failure.reason)}</p><p class='quiet'>Look at engine/rank{health.failure.rank}.log in the "
+            "run directory, and start again.</p>"
+        )
+        return html.page(html.card("Engine", body, "alarm") + alarms)
+    return html.page(html.card("Engine", _alive(snapshot, health)) + alarms)
+
+
+def _alive(snapshot: Snapshot, health: Health) -> str:
+    if health.status in ("stopped", "failed"):
+        return f"<p>{html.status('skipped')} the engine has ended; last stage: {html.said(health.stage)}</p>"
+    if health.status == "starting":
+        share = health.done / health.total if health.total else 0.0
+        return f"<p>starting: {html.said(health.stage)}</p>{html.track(share)}"
+    found = [("requests running", str(health.running)), ("waiting", str(health.waiting))]
+    for metric, name in (("tokens", "tokens a second"), ("cache_used", "cache used"), ("busy", "busy")):
+        trail = snapshot.trails.get(("engine", "engine", metric))
+        if trail is not None and trail.last.value is not None:
+            unit = "%" if trail.last.unit == "%" else ""
+            found.append((name, words.quantity(round(trail.last.value, 1), unit)))
+    return f"<p><span class='status passed'>{health.status}</span></p>{html.figures(found)}"
+
+
+def _rest(snapshot: Snapshot) -> str:
+    parts = []
+    bad = [finding for report in _last(snapshot) for finding in report.findings if finding.severity != "note"]
+    failed = [(report, check) for report in _last(snapshot) for check in report.checks if check.status == "failed"]
+    if failed:
+        rows = "".join(
+            f"<tr><td class='t'>{html.status('failed')}</td><td class='t'>{html.said(report.verb)}</td>"
+            f"<td>{html.said(check.name)} <span class='quiet'>{html.said(check.detail)}</span></td></tr>"
+            for report, check in failed
+            if report.verb != "up"
+        )
+        parts.append(html.card("What failed", f"<table>{rows}</table>", "alarm"))
+    if bad:
+        parts.append(html.card("What to do next", html.findings(bad)))
+    up = snapshot.latest("up")
+    if up is not None and up.tables.get("predicted_and_measured"):
+        parts.append(html.card("Predicted beside measured", html.table(_side_by_side(up))))
+    infer = snapshot.latest("infer")
+    if infer is not None:
+        parts.append(html.card("Answers", html.table(infer.tables.get("answers", [])[:20])))
+    if snapshot.requests:
+        rows_ = [
+            {
+                "name": r.name,
+                "rung": r.rung,
+                "status": r.status,
+                "prompt": r.prompt_tokens,
+                "answer": r.completion_tokens,
+                "first_token_s": r.first_token_s,
+                "total_s": r.total_s,
+            }
+            for r in reversed(snapshot.requests)
+        ]
+        parts.append(html.card("Requests, the latest first", html.table(rows_[:50])))
+    return html.page(*parts)
+
+
+def _last(snapshot: Snapshot) -> list[Report]:
+    found: dict[str, Report] = {}
+    for report in snapshot.reports:
+        found[report.verb] = report
+    return list(found.values())
+
+
+def _side_by_side(up: Report) -> list[dict[str, Any]]:
+    rows = []
+    for row in up.tables["predicted_and_measured"]:
+        unit = str(row["unit"])
+        ratio = row["measured"] / row["predicted"] if row["predicted"] else None
+        rows.append(
+            {
+                "figure": row["figure"],
+                "predicted": words.quantity(row["predicted"], unit),
+                "measured": words.quantity(row["measured"], unit),
+                "measured_of_predicted": ratio,
+            }
+        )
+    return rows

@@ -1,0 +1,98 @@
+"""Runs: all runs of the folder, and two or more of them compared figure by figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import panel as pn
+
+from firstlight.dashboards import html
+from firstlight.dashboards.store import Snapshot
+from firstlight.dashboards.theme import FIELDS
+from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.engine.errors import Refused
+from firstlight.workbench.compare_runs import compare_runs
+from firstlight.workbench.render import words
+from firstlight.workbench.runs import Run
+
+MOST = 200
+
+
+class Runs:
+    title = "Runs"
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._list, self._table = pane(), pane()
+        self._pick = pn.widgets.MultiChoice(
+            name="Compare", options=[], stylesheets=[FIELDS], sizing_mode="stretch_width"
+        )
+        self._pick.param.watch(lambda _: self._compare(), "value")
+        self._names: list[str] = []
+
+    def panel(self) -> Any:
+        return column(self._pick, self._table, self._list)
+
+    def draw(self, snapshot: Snapshot) -> None:
+        runs = self._page.store.runs()
+        names = [name for name, _ in runs]
+        if names != self._names:
+            self._names = names
+            kept = [name for name in self._pick.value if name in names]
+            self._pick.options = names
+            self._pick.value = kept
+        rows = [
+            {
+                "run": name,
+                "model": record.model,
+                "begun": record.created[:19].replace("T", " "),
+                "rungs": ", ".join(
+                    f"{verb} {status}"
+                    for verb, status in {r.verb: r.status for r in record.rungs}.items()
+                    if status != "passed"
+                )
+                or ("all passed" if record.rungs else "none yet"),
+                "command": record.command,
+            }
+            for name, record in runs[:MOST]
+        ]
+        put(
+            self._list,
+            html.page(
+                html.card(
+                    f"{len(runs):,} runs in {self._page.store.root.name}",
+                    html.table(rows) if rows else html.nothing("no runs yet"),
+                )
+            ),
+        )
+
+    def _compare(self) -> None:
+        chosen = list(self._pick.value)
+        if len(chosen) < 2:
+            put(self._table, html.page(html.nothing("choose two or more runs to compare them")))
+            return
+        found = []
+        for name in chosen:
+            try:
+                if name in self._names:
+                    found.append((name, Run.attach(self._page.store.root / name)))
+            except Refused:
+                continue
+        rows = [
+            {
+                "rung": row.verb,
+                "figure": words.heading(row.figure),
+                **{
+                    name: words.quantity(value, row.unit) if value is not None else ""
+                    for name, value in zip(chosen, row.values, strict=False)
+                },
+                "last_to_first": row.ratio,
+            }
+            for row in compare_runs([run for _, run in found])
+        ]
+        put(
+            self._table,
+            html.page(
+                html.card("Figure by figure", html.table(rows) if rows else html.nothing("these runs share no figure"))
+            ),
+        )

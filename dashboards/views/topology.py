@@ -1,0 +1,94 @@
+"""Topology: the mesh as a grid of ranks, what each holds and is doing, the axes and what moves along them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from firstlight.dashboards import html
+from firstlight.dashboards.store import Snapshot
+from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.workbench.render import words
+
+MOST_RANKS = 512
+WHAT = {
+    "dp": "replicas, each with its own requests",
+    "pp": "pipeline stages, by layer",
+    "ep": "experts",
+    "sp": "sequence",
+    "tp": "heads, channels and vocabulary",
+}
+
+
+class Topology:
+    title = "Topology"
+
+    def __init__(self, page: Page) -> None:
+        self._all = pane()
+
+    def panel(self) -> Any:
+        return column(self._all)
+
+    def draw(self, snapshot: Snapshot) -> None:
+        saved = (snapshot.record.engine or {}).get("options", {}).get("mesh")
+        mesh = msgspec.convert(saved, Mesh) if saved else None
+        if mesh is None:
+            put(self._all, html.page(html.card("Topology", html.nothing("this run has no mesh"))))
+            return
+        axes = [{"axis": axis, "size": mesh.size(axis), "divides": WHAT[axis]} for axis in AXES if mesh.size(axis) > 1]
+        body = html.table(axes) if axes else html.nothing("one rank")
+        parts = [html.card(f"Mesh: {mesh.describe()}", body), html.card("Ranks", _ranks(snapshot, mesh))]
+        plan = snapshot.latest("plan")
+        if plan is not None and plan.tables.get("communication_bytes_per_token"):
+            parts.append(
+                html.card("What moves for a token, planned", html.table(plan.tables["communication_bytes_per_token"]))
+            )
+        parts.append(_links(snapshot))
+        put(self._all, html.page(*parts))
+
+
+def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
+    """A tile a rank: coordinates, layers, weights, and what its process says it is doing."""
+    plan = snapshot.latest("plan")
+    planned = {row["rank"]: row for row in plan.tables.get("ranks", [])} if plan is not None else {}
+    beats = {beat.rank: beat for beat in snapshot.health.ranks} if snapshot.health is not None else {}
+    failure = snapshot.health.failure if snapshot.health is not None else None
+    tiles = []
+    for rank in range(min(mesh.world_size, MOST_RANKS)):
+        at = mesh.coordinates(rank)
+        where = ", ".join(f"{axis} {at.on(axis)}" for axis in AXES if mesh.size(axis) > 1) or "alone"
+        row, beat = planned.get(rank, {}), beats.get(rank)
+        lines = [where]
+        if row:
+            lines.append(f"layers {row.get('layers')}, {words.in_bytes(row.get('weight_bytes', 0))}")
+        if beat is not None:
+            lines.append(f"{beat.machine}, process {beat.pid}: {beat.phase or beat.stage}")
+        bad = failure is not None and failure.rank == rank
+        if bad and failure is not None:
+            lines.append(f"{failure.phase}: {failure.reason}")
+        body = "".join(f"<p class='quiet'>{html.said(line)}</p>" for line in lines)
+        tiles.append(html.card(f"rank {rank}", body, "alarm" if bad else ""))
+    more = html.nothing(f"and {mesh.world_size - MOST_RANKS:,} more") if mesh.world_size > MOST_RANKS else ""
+    return f'<div class="grid">{"".join(tiles)}</div>{more}'
+
+
+def _links(snapshot: Snapshot) -> str:
+    """Axes with what their collectives really reached, as the last profile saw it."""
+    profile = snapshot.latest("profile")
+    calls = (
+        [row for row in profile.tables.get("timeline", []) if row["kind"] == "collective"]
+        if profile is not None
+        else []
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for row in calls:
+        best = row["moved_bytes"] / row["duration_ms"] * 1e3 if row["duration_ms"] else 0.0
+        known = found.setdefault(
+            row["name"], {"link": row["name"], "calls": 0, "largest_bytes": 0, "best_bytes_per_s": 0.0}
+        )
+        known["calls"] += 1
+        known["largest_bytes"] = max(known["largest_bytes"], row["moved_bytes"])
+        known["best_bytes_per_s"] = max(known["best_bytes_per_s"], best)
+    return html.card("Links, measured", html.table(list(found.values()))) if found else ""

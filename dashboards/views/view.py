@@ -1,0 +1,67 @@
+"""What a view is: components made once, and redrawn from a snapshot. Views only render; the store reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import panel as pn
+
+from firstlight.dashboards.figures import Figure
+from firstlight.dashboards.store import DataStore, Follower, Snapshot
+from firstlight.dashboards.theme import SHEET
+
+
+class Page(Protocol):
+    """What views know of the page they stand on."""
+
+    store: DataStore
+
+    @property
+    def follower(self) -> Follower | None:
+        """The run that is shown."""
+
+    def later(self, change: Callable[[], None]) -> None:
+        """Have a change of components made in the page's own turn; from any thread."""
+
+
+class View(Protocol):
+    """One tab. `panel` is made once; `draw` is called with every new snapshot while the tab is in front."""
+
+    title: str
+
+    def panel(self) -> Any: ...
+
+    def draw(self, snapshot: Snapshot) -> None: ...
+
+
+def pane(text: str = "") -> Any:
+    """A piece of page as HTML, with the style sheet."""
+    return pn.pane.HTML(text, stylesheets=[SHEET], sizing_mode="stretch_width", margin=0)
+
+
+def put(target: Any, text: str) -> None:
+    """Shows a text if it is another one: what did not change is not sent."""
+    if target.object != text:
+        target.object = text
+
+
+def plot(height: int = 300) -> Any:
+    """A place for a plotly figure."""
+    config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
+    empty: Figure = {"data": [], "layout": {"height": height, "paper_bgcolor": "rgba(0,0,0,0)"}}
+    return pn.pane.Plotly(empty, config=config, sizing_mode="stretch_width", margin=0, visible=False)
+
+
+def show(target: Any, figure: Figure | None) -> None:
+    """Shows a figure, or nothing."""
+    if figure is None:
+        target.visible = False
+        return
+    if target.object != figure:
+        target.object = figure
+    target.visible = True
+
+
+def column(*parts: Any) -> Any:
+    return pn.Column(*parts, sizing_mode="stretch_width", margin=0)

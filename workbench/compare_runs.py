@@ -1,0 +1,59 @@
+"""Runs side by side: every figure that their last reports of a verb share, in the order of the ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from firstlight.workbench.render.words import is_number
+from firstlight.workbench.report import Report
+from firstlight.workbench.runs import LADDER, Run
+
+BETTER_LOW = ("_s", "_ms", "_max_abs", "kl_mean", "_noise_floor")
+"""Endings of figures that had better be small; bytes and counts are neither better nor worse."""
+BETTER_HIGH = ("per_s", "_rate", "_agreement", "_overlap", "_of_limit")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of all runs, None where a run lacks it. `ratio`: the last run's to the first's."""
+
+    verb: str
+    figure: str
+    unit: str
+    values: tuple[float | int | str | bool | None, ...]
+    ratio: float | None = None
+
+    @property
+    def is_worse(self) -> float | None:
+        """By what factor the last run is worse than the first; None for figures that are neither better nor worse."""
+        if self.ratio is None or self.ratio <= 0:
+            return None
+        if self.figure.endswith(BETTER_HIGH):
+            return 1 / self.ratio
+        return self.ratio if self.figure.endswith(BETTER_LOW) else None
+
+
+def compare_runs(runs: Sequence[Run]) -> list[Row]:
+    """Figures that at least two of the runs have."""
+    last = [{report.verb: report for report in run.reports()} for run in runs]
+    rows = []
+    for verb in LADDER:
+        reports = [found.get(verb) for found in last]
+        names = dict.fromkeys(name for report in reports if report is not None for name in report.metrics)
+        for name in names:
+            row = _row(verb, name, reports)
+            if sum(value is not None for value in row.values) > 1:
+                rows.append(row)
+    return rows
+
+
+def _row(verb: str, name: str, reports: Sequence[Report | None]) -> Row:
+    metrics = [report.metrics.get(name) if report is not None else None for report in reports]
+    values = tuple(metric.value if metric is not None else None for metric in metrics)
+    unit = next((metric.unit for metric in metrics if metric is not None), "")
+    first, final = values[0], values[-1]
+    ratio = None
+    if is_number(first) and is_number(final) and first:
+        ratio = float(final) / float(first)  # type: ignore[arg-type]
+    return Row(verb=verb, figure=name, unit=unit, values=values, ratio=ratio)
