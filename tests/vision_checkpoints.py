@@ -359,7 +359,7 @@ class Pictures:
         if self.kind == "tiles":
             return {"pixel_values": draw.standard_normal((len(self.sizes), 3, side, side)).astype(np.float32)}
         if self.kind == "anyres":
-            tiles = [1 + high * wide for high, wide in ((1, 2), (2, 1), (2, 2))]
+            tiles = [4, 4, 5]  # the whole, and 1 x 3, 3 x 1, 2 x 2
             pixels = np.zeros((len(self.sizes), max(tiles), 3, side, side), dtype=np.float32)
             for one, count in zip(pixels, tiles, strict=True):
                 one[:count] = draw.standard_normal((count, 3, side, side))
@@ -387,7 +387,7 @@ PICTURES: dict[str, Pictures] = {
     "idefics3": Pictures("masked", ((16, 16), (16, 8), (12, 16)), (4, 4, 4)),
     "smolvlm": Pictures("masked", ((16, 16), (16, 16), (16, 16)), (4, 4, 4)),
     # 3 x 3 patches a tile: the whole picture, and its own part of a canvas of tiles with a mark behind each row
-    "llava_next": Pictures("anyres", ((20, 44), (30, 14), (40, 37)), (9 + 3 * 6 + 3, 9 + 6 * 3 + 6, 9 + 6 * 6 + 6)),
+    "llava_next": Pictures("anyres", ((20, 44), (30, 14), (40, 37)), (9 + 3 * 7 + 3, 9 + 7 * 3 + 7, 9 + 6 * 6 + 6)),
 }
 
 

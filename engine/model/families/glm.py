@@ -12,6 +12,7 @@ from firstlight.engine.model.families.common import (
     SANDWICH,
     decoder,
     gqa,
+    head_dim,
     in_layers,
     mlp,
     rms,
@@ -23,18 +24,19 @@ from firstlight.engine.model.spec import ModelSpec
 
 def spec(config: Config) -> ModelSpec:
     model_type = str(config.need("model_type"))
-    size = int(config.get("head_dim", 128))
+    sees = model_type == "glm4v_text"
+    size = head_dim(config) if sees else int(config.get("head_dim", 128))
     attention = gqa(
         config,
         head_dim=size,
         scale=size**-0.5,
-        rope=rope(config, size, interleaved=True, partial=0.5),
+        rope=rope(config, size, interleaved=True, partial=1.0 if sees else 0.5),
         qkv_bias=bool(config.get("attention_bias", True)),
     )
     feed_forward = mlp(config)
-    norms = SANDWICH if model_type == "glm4" else PRE
+    norms = SANDWICH if model_type in ("glm4", "glm4v_text") else PRE
     return decoder(
-        config, model_type, lambda i: attention, lambda i: feed_forward, norm=rms(config, 1.5625e-07), norms=norms
+        config, model_type, lambda i: attention, lambda i: feed_forward, norm=rms(config, 1e-5 if sees else 1.5625e-07), norms=norms
     )
 
 
@@ -52,4 +54,4 @@ RULES = (
         }
     )
 )
-FAMILY = Family(name="glm", model_types=("glm", "glm4"), spec=spec, rules=RULES)
+FAMILY = Family(name="glm", model_types=("glm", "glm4", "glm4v_text"), spec=spec, rules=RULES)
