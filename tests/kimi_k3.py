@@ -84,6 +84,11 @@ PREPROCESSOR: Mapping[str, Any] = {
         "transparent_bg_fill_stage": "after_resize",
     },
 }
+CORPUS = (
+    "What animal is in this picture? A cat, two owls and three foxes sit on the wall behind the house.",
+    "The capital of France is Paris, and the river through it is the Seine. What does a cow say? It says moo.",
+    "Describe the picture in one sentence: a red disc on white, a blue square on black, a green tree in the rain.",
+)
 CHAT = (
     "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
@@ -114,6 +119,8 @@ def write_checkpoint(
     config = tiny_config() if config is None else config
     torch.manual_seed(seed)
     tensors = dict(draw(config))
+    write_side_files(home)
+    _speak(tensors["language_model.lm_head.weight"], home)
     if not packed:
         tensors = dict(unpacked(tensors))
         text = {key: value for key, value in config["text_config"].items() if key != "quantization_config"}
@@ -130,7 +137,6 @@ def write_checkpoint(
         json.dumps({"metadata": {"total_size": size}, "weight_map": index})
     )
     (home / "config.json").write_text(json.dumps(config))
-    write_side_files(home)
     return home
 
 
@@ -247,6 +253,17 @@ def _vision(config: Mapping[str, Any], text_hidden: int) -> Iterator[tuple[str, 
     yield "mm_projector.post_norm.weight", 0.5 * _around_one(text_hidden)
 
 
+def _speak(head: Tensor, home: Path) -> None:
+    """Make what the toy says text, and the toy sure of it: single bytes and ids without a token are as good as never."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(home / "tokenizer.json"))
+    words = [id_ for id_ in range(len(head)) if len((backend.id_to_token(id_) or "").lstrip("Ġ")) > 1]
+    sharp = torch.full((len(head), 1), 0.01)
+    sharp[[id_ for id_ in words if id_ >= len(SPECIAL)]] = 4.0
+    head.mul_(sharp)
+
+
 def _matrix(*shape: int) -> Tensor:
     fan_in = torch.Size(shape[1:]).numel()
     return (torch.randn(shape) * 1.2 / fan_in**0.5).bfloat16()
@@ -265,9 +282,9 @@ def write_side_files(home: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(["What animal is in this picture? A cat, two owls and 3 foxes."], trainer)
+    backend.train_from_iterator(CORPUS, trainer)
     backend.save(str(home / "tokenizer.json"))
     names = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, **names}
