@@ -325,7 +325,8 @@ class _Book:
         )
 
     def close(self, spec: ModelSpec, lost: Mapping[str, str]) -> Ledger:
-        missing = tuple(name for name in self.params if name not in self.sources)
+        whole = len(self.sources) == len(self.params)
+        missing = () if whole else tuple(name for name in self.params if name not in self.sources)
         tensors = self.checkpoint.tensors
         self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
         self.findings.extend(padded_findings(self.checkpoint, self.padded))

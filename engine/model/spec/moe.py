@@ -99,29 +99,32 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
         width = scope.hidden if self.latent is None else self.latent.width
         if self.latent is not None:
             yield from self.latent.parameters(scope.into("latent"))
-        for expert in range(self.num_experts):
-            yield from self._expert(scope, expert, width)
+        yield from self._experts(scope, width)
         if self.shared is not None:
             yield from self.shared.parameters(scope.into("shared"))
         if self.shared_gate:
             yield scope.param("shared_gate.weight", 1, scope.hidden, role="router")
 
-    def _expert(self, scope: Scope, expert: int, width: int) -> Iterator[Param]:
-        owner, one = Expert(expert, self.num_experts), f"experts.{expert}"
-        columns = Shard(0, self.intermediate, unit_name="expert channels")
-        rows = Shard(1, self.intermediate, unit_name="expert channels")
+    def _experts(self, scope: Scope, width: int) -> Iterator[Param]:
+        """The experts one after another: hundreds of thousands, so that what they share is said once."""
+        parts = tuple(self._parts(width))
+        for expert in range(self.num_experts):
+            owner, one = Expert(expert, self.num_experts), f"experts.{expert}."
+            for name, shape, cut, storage in parts:
+                place = (owner, *cut)
+                yield scope.param(one + name, *shape, role="expert", place=place, storage=storage, expert=expert)
 
-        def param(name: str, *shape: int, cut: tuple[Shard, ...], storage: str) -> Param:
-            place = (owner, *cut)
-            return scope.param(f"{one}.{name}", *shape, role="expert", place=place, storage=storage, expert=expert)
-
+    def _parts(self, width: int) -> Iterator[tuple[str, tuple[int, ...], tuple[Shard, ...], str]]:
+        """Of one expert: name, shape, cuts and storage of each parameter."""
+        columns = (Shard(0, self.intermediate, unit_name="expert channels"),)
+        rows = (Shard(1, self.intermediate, unit_name="expert channels"),)
         for part in ("gate", "up") if self.gated else ("up",):
-            yield param(f"{part}.weight", self.intermediate, width, cut=(columns,), storage=self.entry)
+            yield f"{part}.weight", (self.intermediate, width), columns, self.entry
             if self.bias:
-                yield param(f"{part}.bias", self.intermediate, cut=(columns,), storage=f"{self.entry}_bias")
-        yield param("down.weight", width, self.intermediate, cut=(rows,), storage="experts.down")
+                yield f"{part}.bias", (self.intermediate,), columns, f"{self.entry}_bias"
+        yield "down.weight", (width, self.intermediate), rows, "experts.down"
         if self.bias:
-            yield param("down.bias", width, cut=(), storage="experts.down_bias")
+            yield "down.bias", (width,), (), "experts.down_bias"
 
     def words(self) -> str:
         """`MoE, 8 of 256 experts of 2,048, sigmoid, shared 2,048`."""
