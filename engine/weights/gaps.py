@@ -40,7 +40,10 @@ def wrong(problem: Problem, where: list[tuple[str, str]], tensors: Mapping[str, 
     code, pattern, expected, found = problem
     names = [tensor for tensor, _ in where]
     if code == "unsupported-format":
-        message = f"{len(names):,} tensors are stored as {found}, and config.json does not say how to read that: {shown(names)}"
+        message = (
+            f"{len(names):,} tensors are stored as {found}, and config.json does not say how to read that: "
+            f"{shown(names)}"
+        )
         way = "fetch the release's own config.json with its quantization_config, or use an unquantized copy"
     else:
         has = "holds more than is taken by" if expected.endswith("parameters") else "does not have the shape of"

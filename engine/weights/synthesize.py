@@ -21,10 +21,16 @@ from numpy.typing import NDArray
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.model.rules import WeightRule
+from firstlight.engine.model.rules import Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.grid import Format
+from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
+from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.ledger import expand
+from firstlight.engine.weights.packed import part_names
+from firstlight.engine.weights.packing import pack
 from firstlight.engine.weights.safetensors_file import Tagged, Tensor, bfloat16, write
 
 Values = dict[str, NDArray[np.float32]]
@@ -56,6 +62,8 @@ def synthesize(
 ) -> Values:
     """Write `config.json`, shards and index of a random checkpoint; returns the parameters by name, as stored.
 
+    A configuration that announces a storage format gets its weights in it; their values are those that it unpacks to.
+
     Args:
         config: a raw `config.json`; sizes as in it, so they had better be small.
         dtype: of every tensor but those that the architecture pins to float32.
@@ -70,7 +78,16 @@ def synthesize(
     values = {param.name: _float32(_as(_draw(param, seed), param.dtype or dtype)) for param in params}
     outlines = outlines_of(spec, matcher.rules, fused=fused, tied=tied)
     pinned = _pinned(params)
-    tensors = {item.tensor: _as(value_of(item, values), _dtype(item, pinned, dtype)) for item in outlines}
+    storage = _Storage(config, spec, matcher)
+    tensors: dict[str, Tensor] = {}
+    for item in outlines:
+        value, format_ = value_of(item, values), storage.format_of(item)
+        if format_ is None:
+            tensors[item.tensor] = _as(value, _dtype(item, pinned, dtype))
+        else:
+            packed, value = storage.pack(item.tensor, value, format_, seed)
+            tensors.update(packed)
+            values.update(storage.params_of(item, value))
     home = _home(directory, config)
     files = _files(list(tensors), shards)
     for file, names in files.items():
@@ -88,17 +105,24 @@ def outline(
     """
     spec, matcher = FAMILIES.describe(config)
     pinned = _pinned(_stored_params(spec, None))
-    outlines = {item.tensor: item for item in outlines_of(spec, matcher.rules, fused=fused)}
+    storage = _Storage(config, spec, matcher)
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for item in outlines_of(spec, matcher.rules, fused=fused):
+        format_ = storage.format_of(item)
+        if format_ is None:
+            stored[item.tensor] = _dtype(item, pinned, dtype), item.shape
+        else:
+            stored.update(storage.parts(item.tensor, item.shape, format_))
     home = _home(directory, config)
-    files = _files(list(outlines), shards)
+    files = _files(list(stored), shards)
     total = 0
     for file, names in files.items():
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
-            tag = _dtype(outlines[name], pinned, dtype)
-            start, end = end, end + math.prod(outlines[name].shape) * DTYPE_BITS[tag] // 8
-            header[name] = {"dtype": tag, "shape": outlines[name].shape, "data_offsets": (start, end)}
+            tag, shape = stored[name]
+            start, end = end, end + math.prod(shape) * DTYPE_BITS[tag] // 8
+            header[name] = {"dtype": tag, "shape": shape, "data_offsets": (start, end)}
         text = msgspec.json.encode(header)
         text += b" " * (-len(text) % 8)
         with (home / file).open("wb") as stream:
@@ -107,6 +131,49 @@ def outline(
         total += end
     _write_index(home, files, total)
     return total
+
+
+class _Storage:
+    """How the configuration says that weights are stored."""
+
+    def __init__(self, config: Mapping[str, Any], spec: ModelSpec, matcher: Matcher) -> None:
+        self.params = {param.name: param for param in spec.parameters()}
+        self.matcher = matcher
+        self.scheme = announced(config)
+        self.roles = QUANTIZED_ROLES | ({"head"} if self.scheme.head else set())
+
+    def format_of(self, item: Outline) -> Format | None:
+        """The format of a tensor of matrices that a linear module holds; None: stored plain."""
+        of_linear = all(
+            (param := self.params[name]).role in self.roles and len(param.shape) == 2 for name in item.params
+        )
+        return self.scheme.of(item.tensor.removesuffix(".weight")) if of_linear else None
+
+    def parts(
+        self, weight: str, shape: tuple[int, ...], format_: Format
+    ) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+        """Name, dtype and shape of each tensor that stores a weight."""
+        shape = (*shape[:-2], shape[-1], shape[-2]) if format_.swapped else shape
+        for part in format_.parts:
+            yield part_names(weight, part)[0], (part.dtypes[0], part.shape(shape))
+
+    def pack(
+        self, weight: str, value: NDArray[np.float32], format_: Format, seed: int
+    ) -> tuple[dict[str, Tensor], NDArray[np.float32]]:
+        """The tensors that store a weight, and the value that they stand for."""
+        stored, value = pack(np.swapaxes(value, -1, -2) if format_.swapped else value, format_, seed)
+        named = {part_names(weight, part)[0]: stored[part.role] for part in format_.parts}
+        return named, np.swapaxes(value, -1, -2) if format_.swapped else value
+
+    def params_of(self, item: Outline, value: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The parameters in a tensor of this value."""
+        match = self.matcher.match(item.tensor)
+        assert match is not None
+        info = TensorInfo(item.tensor, "F32", item.shape, "", 0, value.nbytes)
+        for name, source in expand(info, match, self.params):
+            part = value[tuple(slice(*cut) for cut in source.region)]
+            part = part.reshape(part.shape[-2:])
+            yield name, np.ascontiguousarray(part.T if source.transpose else part)
 
 
 def outlines_of(
@@ -167,7 +234,8 @@ class _Backwards:
     def _members(self, rule: WeightRule, numbers: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
         """The parameters of a tensor, expert by expert; none when the model lacks one of them."""
         rows: list[tuple[str, ...]] = []
-        while not rows or rule.stacked:
+        counts = rule.stacked and any("{e}" in param for param in rule.params)
+        while not rows or counts:
             where = {**numbers, "e": str(len(rows))} if rule.stacked else numbers
             row = tuple(_fill(param, where) for param in rule.params)
             if not all(name in self.shapes for name in row):

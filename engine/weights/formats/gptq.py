@@ -1,8 +1,8 @@
 """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel save it: integers of 2, 4 or 8 bits in words along the inputs.
 
 With w codes a word: `qweight` I32 [H / w, F], `qzeros` I32 [H / group, F / w], `scales` F16 [H / group, F], and `g_idx`
-I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in `gptq_v2` as they are.
-A number is (code - zero) x scale, in float32.
+I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in `gptq_v2` as they
+are. A number is (code - zero) x scale, in float32.
 """
 
 from __future__ import annotations

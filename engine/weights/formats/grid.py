@@ -45,21 +45,27 @@ class Axis(msgspec.Struct, frozen=True, gc=False):
 class Part(msgspec.Struct, frozen=True, gc=False):
     """One stored tensor of a format: how its name ends, the dtypes it may have (the usual one first), and its dims.
 
-    A dim is an `Axis`, or the extent of one that belongs to every block. Experts' dims stand before these.
+    A dim is an `Axis`, or the extent of one that belongs to every block. Experts' dims stand before these. A part
+    `of_shape` holds one number for each dim of the weight.
     """
 
     role: str
     suffix: str
     dtypes: tuple[str, ...]
     dims: tuple[Axis | int, ...]
+    of_shape: bool = False
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
         """What the stored tensor of a weight of this shape must be."""
+        if self.of_shape:
+            return (len(weight),)
         own = tuple(dim if isinstance(dim, int) else dim.count(weight) for dim in self.dims)
         return weight[:ROWS] + own
 
     def bounds(self, box: Box, weight: tuple[int, ...]) -> Box:
         """The part of the stored tensor that `box` of the weight needs."""
+        if self.of_shape:
+            return ((0, len(weight)),)
         own = tuple((0, dim) if isinstance(dim, int) else dim.bounds(box, weight) for dim in self.dims)
         return box[:ROWS] + own
 

@@ -2,8 +2,8 @@
 
 With w codes a word: `weight_packed` I32 [F, ceil(H / w)], lowest bits first, codes shifted by 2^(bits - 1);
 `weight_scale` [F, H / group] or [F, 1]; `weight_shape` [2], the true F and H; where it is not symmetric
-`weight_zero_point` I32 [ceil(F / w), H / group], packed along the outputs; with activation order `weight_g_idx` I32 [H],
-the group of each input. A number is (code - zero point) x scale, in float32.
+`weight_zero_point` I32 [ceil(F / w), H / group], packed along the outputs; with activation order `weight_g_idx`
+I32 [H], the group of each input. A number is (code - zero point) x scale, in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PackedInt(Format, frozen=True, kw_only=True):
         ]
         if self.shape_dtype:
             kinds = (self.shape_dtype, *(kind for kind in ("I32", "I64") if kind != self.shape_dtype))
-            found.append(Part("shape", "weight_shape", kinds, (2,)))
+            found.append(Part("shape", "weight_shape", kinds, (), of_shape=True))
         if self.zero_point:
             found.append(Part("zero", "weight_zero_point", ("I32",), (Axis(ROWS, self.per_word), groups)))
         if self.ordered:
@@ -78,9 +78,9 @@ class PackedInt(Format, frozen=True, kw_only=True):
         return scaled(values, scales, box, block)
 
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
-        said = stored["shape"].flatten().tolist() if "shape" in stored else list(shape[ROWS:])
-        if said != list(shape[ROWS:]):
-            return "shape", str(list(shape[ROWS:])), str(said)
+        said = stored["shape"].tolist() if "shape" in stored else list(shape)
+        if said != list(shape):
+            return "shape", str(list(shape)), str(said)
         return group_problem(stored, self.parts[1].shape(shape)[-1])
 
     def describe(self) -> str:
