@@ -11,6 +11,7 @@ from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import Attention
 from firstlight.engine.model.layers.gated_delta import GatedDelta
+from firstlight.engine.model.layers.lightning import Lightning
 from firstlight.engine.model.layers.mamba2 import Mamba2
 from firstlight.engine.model.layers.mla import MLA
 from firstlight.engine.model.layers.mlp import MLP
@@ -19,6 +20,7 @@ from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
 
 MIXERS = {  # one line a block
+    specs.Lightning: Lightning,
     specs.Attention: Attention,
     specs.GatedDelta: GatedDelta,
     specs.Mamba2: Mamba2,
@@ -57,6 +59,8 @@ class Layer:
             return self._through_planes
         if self.spec.parallel:
             return self._side_by_side
+        if self.spec.blends is not None:
+            return self._over_norms
         if self._mixer is not None and self._ffn is not None:
             return self._one_after_another
         return self._alone
@@ -73,6 +77,20 @@ class Layer:
 
     def _side_by_side(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         return x_TH + self._mixed(x_TH, batch, cache) + self._fed(x_TH, batch)
+
+    def _over_norms(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        assert self.spec.blends is not None
+        assert self._mixer is not None
+        assert self._ffn is not None
+        assert self._mixer_norm is not None
+        assert self._ffn_norm is not None
+        mixed, fed = self.spec.blends
+        x_TH = self._mixer_norm(x_TH)
+        out_TH = self._mixer(x_TH, batch, cache)
+        if batch.tap is not None:
+            batch.tap(f"{self.name}.mixer", out_TH)
+        x_TH = self._ffn_norm(x_TH * mixed.keep + out_TH * mixed.add)
+        return x_TH * fed.keep + self._ffn(x_TH, batch) * fed.add
 
     def _alone(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         return x_TH + (self._fed(x_TH, batch) if self._mixer is None else self._mixed(x_TH, batch, cache))

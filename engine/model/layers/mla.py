@@ -51,7 +51,8 @@ class MLA:
         out_TNL = self._attend(q_TNC, latents, batch)
         out_TV = torch.einsum("tnl,nvl->tnv", out_TNL, self._value_NVL).flatten(1)
         if self._gate is not None:
-            out_TV = out_TV * torch.sigmoid(self._gate(x_TH))
+            gate_TV = torch.sigmoid(self._gate(x_TH))
+            out_TV = out_TV * (gate_TV.repeat_interleave(self.spec.v_dim, -1) if self.spec.gate_by_head else gate_TV)
         out_TH = batch.comms.tp.all_reduce(self._o(out_TV))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 

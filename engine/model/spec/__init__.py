@@ -15,7 +15,8 @@ from firstlight.engine.model.spec.chain import (
     Step,
 )
 from firstlight.engine.model.spec.gated_delta import GatedDelta
-from firstlight.engine.model.spec.layer import FeedForward, LayerSpec, Mixer
+from firstlight.engine.model.spec.layer import Blend, FeedForward, LayerSpec, Mixer
+from firstlight.engine.model.spec.lightning import Lightning
 from firstlight.engine.model.spec.mamba2 import Mamba2
 from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.mlp import MLP
@@ -39,6 +40,7 @@ __all__ = [
     "Attention",
     "AttentionResidual",
     "AxialRope",
+    "Blend",
     "CacheSpec",
     "CacheTensor",
     "Chain",
@@ -50,6 +52,7 @@ __all__ = [
     "Indexer",
     "Latent",
     "LayerSpec",
+    "Lightning",
     "LinearStep",
     "Mamba2",
     "MergeStep",

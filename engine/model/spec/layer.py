@@ -9,6 +9,7 @@ import msgspec
 from firstlight.engine.model.spec.attention import Attention
 from firstlight.engine.model.spec.cache import CacheSpec
 from firstlight.engine.model.spec.gated_delta import GatedDelta
+from firstlight.engine.model.spec.lightning import Lightning
 from firstlight.engine.model.spec.mamba2 import Mamba2
 from firstlight.engine.model.spec.mla import MLA
 from firstlight.engine.model.spec.mlp import MLP
@@ -18,10 +19,17 @@ from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rope import Rope
 
-Mixer = Attention | MLA | GatedDelta | Mamba2
+Mixer = Attention | MLA | GatedDelta | Mamba2 | Lightning
 
 
 FeedForward = MLP | MoE
+
+
+class Blend(msgspec.Struct, frozen=True, kw_only=True):
+    """How a block's output joins what it read: `keep` normed x + `add` block(normed x)."""
+
+    keep: float
+    add: float
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +49,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     parallel: bool = False
     residual: Residual | None = None
+    blends: tuple[Blend, Blend] | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
         for name in ("mixer_norm", "ffn_norm", "post_mixer_norm", "post_ffn_norm"):

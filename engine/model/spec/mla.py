@@ -41,7 +41,8 @@ class Indexer(msgspec.Struct, frozen=True, kw_only=True):
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from one latent per token.
 
-    `gated`: what the heads give is multiplied by sigmoid(g x), element by element, before the output projection.
+    `gated`: what the heads give is multiplied by sigmoid(g x), element by element or, `gate_by_head`, each head as a
+    whole, before the output projection.
     `kv_scale` multiplies the latent that keys and values are expanded from.
     """
 
@@ -56,6 +57,7 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     rope: Rope | None = None
     bias: bool = False
     gated: bool = False
+    gate_by_head: bool = False
     kv_scale: float = 1.0
     temperature: Temperature | None = None
     indexer: Indexer | None = None
@@ -79,7 +81,7 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
         kv_rows = self.num_heads * (self.nope_dim + self.v_dim)
         yield scope.param("kv_b.weight", kv_rows, self.kv_lora_rank, role="attention", place=(heads,))
         if self.gated:
-            width = self.num_heads * self.v_dim
+            width = self.num_heads * (1 if self.gate_by_head else self.v_dim)
             yield scope.param("g.weight", width, scope.hidden, role="attention", place=(heads,))
         output = Shard(1, self.num_heads, unit_name="query heads")
         yield scope.param("o.weight", scope.hidden, self.num_heads * self.v_dim, role="attention", place=(output,))
