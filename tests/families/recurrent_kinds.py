@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.families.tiny import VOCAB, Tiny, llama
+from tests.families.tiny import VOCAB, Tiny, llama, rope
 
 
 def _kimi_linear(**more: Any) -> dict[str, Any]:
@@ -96,6 +96,40 @@ def _nemotron_h(*kinds: str, **more: Any) -> dict[str, Any]:
     )
 
 
+def _minimax(**more: Any) -> dict[str, Any]:
+    return llama(
+        **{
+            "model_type": "minimax",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "full_attn_alpha_factor": 1.3,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 1.1,
+            "linear_attn_beta_factor": 0.7,
+            "mlp_alpha_factor": 1.2,
+            "mlp_beta_factor": 0.9,
+            **more,
+        }
+    )
+
+
+def _bailing_hybrid(**more: Any) -> dict[str, Any]:
+    return _kimi_linear(
+        **{
+            "model_type": "bailing_hybrid",
+            "head_dim": 12,
+            "num_local_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            **more,
+        }
+    )
+
+
 TINY: dict[str, Tiny] = {
     "kimi_linear": Tiny(_kimi_linear(), 70, shards=2),
     "qwen3_next": Tiny(_qwen3_next(), 70, shards=2),
@@ -129,6 +163,30 @@ TINY: dict[str, Tiny] = {
             mamba_proj_bias=True,
         )
     ),
+    "bailing_hybrid": Tiny(_bailing_hybrid(), 40),
+    "bailing_hybrid-unbounded": Tiny(_bailing_hybrid(kda_safe_gate=False, q_lora_rank=20, first_k_dense_replace=0)),
+    "olmo_hybrid": Tiny(
+        llama(
+            model_type="olmo_hybrid",
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_key_head_dim=12,  # as wide as the values: the reference saves its filters in three equal parts
+            linear_value_head_dim=6,
+            linear_num_value_heads=8,
+        ),
+        70,
+    ),
+    "olmo_hybrid-rope": Tiny(
+        llama(
+            model_type="olmo_hybrid",
+            layer_types=["full_attention", "linear_attention"],
+            num_hidden_layers=2,
+            linear_allow_neg_eigval=False,
+            linear_value_head_dim=6,
+            **rope("default"),
+        )
+    ),
+    "minimax": Tiny(_minimax(), 70),
+    "minimax-window": Tiny(_minimax(head_dim=12, sliding_window=9, hidden_act="gelu"), 40),
     "nemotron_h": Tiny(_nemotron_h("linear_attention", "moe", "full_attention", "mlp"), 70),
     "nemotron_h-latent": Tiny(
         _nemotron_h("moe", "linear_attention", "full_attention", moe_latent_size=16, use_bias=True)
@@ -145,6 +203,17 @@ MESHES: dict[str, tuple[str, ...]] = {
     "mamba2": ("tp2",),
     "bamba": ("tp2", "pp2"),
     "granitemoehybrid": ("tp2 ep2",),
+    "bailing_hybrid": ("tp2 ep2",),
+    "olmo_hybrid": ("tp2",),
+    "minimax": ("tp2", "pp2 ep2"),
     "nemotron_h": ("tp2", "pp2 ep2"),
 }
-STEPPED: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5", "mamba2", "granitemoehybrid", "nemotron_h")
+STEPPED: tuple[str, ...] = (
+    "kimi_linear",
+    "qwen3_next",
+    "qwen3_5",
+    "mamba2",
+    "granitemoehybrid",
+    "nemotron_h",
+    "minimax",
+)

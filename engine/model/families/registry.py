@@ -18,6 +18,7 @@ from firstlight.engine.model.spec import ModelSpec
 
 MODULES = (  # one line a family
     "axk1",
+    "bailing_hybrid",
     "bamba",
     "cohere2_moe",
     "deepseek_v2",
@@ -52,6 +53,7 @@ MODULES = (  # one line a family
     "mixtral",
     "nemotron_h",
     "olmo",
+    "olmo_hybrid",
     "olmoe",
     "phi",
     "phi3",
