@@ -62,6 +62,7 @@ class Reference:
             except (ValueError, KeyError, OSError) as error:
                 raise unavailable(directory, str(error).splitlines()[0]) from error
         refuse_random(directory, info)
+        _mend(model)
         return cls(model.eval(), transformers.__version__)
 
     def run(self, inputs: Mapping[str, NDArray[Any]], generate: int = 0) -> Arrays:
@@ -209,7 +210,7 @@ def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
     found = model.get_image_features(**pictures)
     features = getattr(found, "pooler_output", found)
     if features is None:  # Llama 4 leaves the projector to the model's own forward
-        features = model.model.multi_modal_projector(found.last_hidden_state)
+        features = model.multi_modal_projector(found.last_hidden_state)
     joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
     return joined.float().flatten(0, -2).numpy()
 
@@ -243,6 +244,16 @@ def in_order(states: tuple[Tensor, ...], entered: Tensor, left: Tensor) -> tuple
 
 def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(("pixel", "image"))}
+
+
+def _mend(model: Any) -> None:
+    """Llama 4's forward in transformers 5.24 asks the text's output for a field that it does not have."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.language_model.register_forward_hook(_add_field)
+
+
+def _add_field(module: object, args: object, out: Any) -> None:
+    out.image_outputs = None
 
 
 def _with_types(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.image_constants import ImageConstants
-from firstlight.engine.inputs.image_kinds.anyres import best_resolution
 from firstlight.engine.inputs.image_kinds.kind import Tensors
 from firstlight.engine.inputs.placeholders import Expansion, Settings
 from firstlight.engine.inputs.tokenizer import Tokenizer
+from firstlight.engine.model.spec.anyres import best_resolution, cut_away
 
 
 def _llava(settings: Settings) -> Expansion:
@@ -57,13 +57,8 @@ def _unpadded(picture: list[int], tile: tuple[int, int], patches: tuple[int, int
     best = best_resolution(picture[0], picture[1], constants["image_grid_pinpoints"])
     assert best is not None, "the image processor refuses such pictures"
     rows, columns = patches[0] * (best[0] // tile[0]), patches[1] * (best[1] // tile[1])
-    if picture[1] / picture[0] > columns / rows:
-        kept = int(round(picture[0] * (columns / picture[1]), 7))
-        rows -= (rows - kept) // 2 * 2
-    else:
-        kept = int(round(picture[1] * (rows / picture[0]), 7))
-        columns -= (columns - kept) // 2 * 2
-    return rows * columns + rows
+    above, left = cut_away(picture[0], picture[1], rows, columns)
+    return (rows - 2 * above) * (columns - 2 * left + 1)
 
 
 def _llava_keys(settings: Settings) -> tuple[Any, int, bool]:

@@ -24,22 +24,11 @@ from firstlight.engine.inputs.image_kinds.kind import (
     stacked,
 )
 from firstlight.engine.inputs.image_kinds.single import CLIP, one
+from firstlight.engine.model.spec.anyres import best_resolution
 
 if TYPE_CHECKING:
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
-
-
-def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """Of the resolutions (height, width) the one that keeps most pixels of a picture and wastes least; or None."""
-    best, most, least = None, 0, math.inf
-    for tall, wide in pinpoints:
-        scale = min(wide / width, tall / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        wasted = tall * wide - kept
-        if kept > most or (kept == most and wasted < least):
-            best, most, least = (tall, wide), kept, wasted
-    return best
 
 
 def anyres(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:

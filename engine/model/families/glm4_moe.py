@@ -32,4 +32,5 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + QK_NORM + DENSE + MIXTURE
-FAMILY = Family(name="glm4_moe", model_types=("glm4_moe", "glm4v_moe_text"), spec=spec, rules=RULES, left_out=extra_layers)
+MODEL_TYPES = ("glm4_moe", "glm4v_moe_text")
+FAMILY = Family(name="glm4_moe", model_types=MODEL_TYPES, spec=spec, rules=RULES, left_out=extra_layers)

@@ -58,9 +58,7 @@ def _tower(config: Config, chain: Chain, state: int, kernel: int, image_token_id
         layers=(one,) * count(config, "num_hidden_layers", 24),
         layer_scale=True,
         class_token="first",
-        positions=GridPositions(side=square(config, "image_size", 448) // patch, how="cubic")
-        if has_positions
-        else None,
+        positions=positions,
         norm=norm_of(eps) if is_last else None,
         states=(state,),
         chain=chain,

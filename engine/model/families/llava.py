@@ -1,12 +1,25 @@
-"""LLaVA: a CLIP or SigLIP tower, a two-layer projector, and any decoder family of this engine for the text."""
+"""LLaVA: a CLIP, SigLIP or Pixtral tower, a two-layer projector, and any decoder family of this engine for the text."""
 
 import msgspec
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import activation
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.pixtral import PIXTRAL_RULES, pixtral
+from firstlight.engine.model.families.vision_common import both, count, image_token, joined, tied
 from firstlight.engine.model.rules import Part, WeightRule, ignored, rule
-from firstlight.engine.model.spec import MLP, Attention, LayerSpec, ModelSpec, Norm, Projector, VisionSpec
+from firstlight.engine.model.spec import (
+    MLP,
+    ActivationStep,
+    Attention,
+    Chain,
+    LayerSpec,
+    LinearStep,
+    ModelSpec,
+    Norm,
+    Projector,
+    VisionSpec,
+)
 
 
 def _tower(config: Config) -> dict[str, object]:
@@ -49,11 +62,28 @@ def _tower(config: Config) -> dict[str, object]:
     }
 
 
+def _ragged(config: Config, text: ModelSpec, states: tuple[int, ...], bias: bool) -> ModelSpec:
+    """Pixtral's tower in front of LLaVA's projector."""
+    config.only("vision_feature_select_strategy", "full", default="default")
+    vision = config.sub("vision_config")
+    chain = Chain(
+        width=count(vision, "hidden_size", 1024) * len(states),
+        steps=(
+            LinearStep(name="0", width=text.hidden, bias=bias),
+            ActivationStep(activation=activation(config, "projector_hidden_act", "gelu")),
+            LinearStep(name="1", width=text.hidden, bias=bias),
+        ),
+    )
+    return joined(config, "llava", text, pixtral(vision, chain, states, 1, image_token(config)))
+
+
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     features = config.stated("vision_feature_layer", absent=-2)
     features = tuple(features) if isinstance(features, list) else (features,)
-    tower = _tower(config.sub("vision_config"))
     bias = bool(config.stated("multimodal_projector_bias", absent=True))
+    if config.sub("vision_config").get("model_type") == "pixtral":
+        return _ragged(config, text, features, bias)
+    tower = _tower(config.sub("vision_config"))
     vision = VisionSpec(
         **tower,  # type: ignore[arg-type]
         projector=Projector(
@@ -65,51 +95,33 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
         feature_layers=features,
         drop_first=config.only("vision_feature_select_strategy", "default", "full", default="default") == "default",
     )
-    return msgspec.structs.replace(text, family="llava", vision=vision, tied_head=_tied(config, text))
-
-
-def _tied(config: Config, text: ModelSpec) -> bool:
-    """The tie flag may stand at either level; the text's own word counts, and a contradiction is reported."""
-    outer, inner = config.get("tie_word_embeddings"), config.sub("text_config").raw.get("tie_word_embeddings")
-    if outer is not None and inner is not None and bool(outer) != bool(inner):
-        config.warn(
-            "conflicting-flag",
-            "tie_word_embeddings differs between the top level and text_config; a head in the checkpoint decides",
-            expected=f"text_config: {inner}",
-            found=f"top level: {outer}",
-            next="see the ledger for where the output head came from",
-        )
-        return True
-    return bool(text.tied_head or outer)
+    return msgspec.structs.replace(text, family="llava", vision=vision, tied_head=tied(config, text))
 
 
 _V = "(model.|)vision_tower.(vision_model.|)"
 _LAYER = _V + "encoder.layers.{i}."
 
 
-def _both(theirs: str, ours: str) -> tuple[WeightRule, ...]:
-    return tuple(rule(f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias"))
-
-
 RULES: tuple[WeightRule, ...] = (
+    *PIXTRAL_RULES,
     rule(_V + "embeddings.class_embedding", "vision.class_embed"),
     rule(_V + "embeddings.position_embedding.weight", "vision.position_embed.weight"),
     ignored(_V + "embeddings.position_ids", "positions count from zero"),
     ignored(_V + "head.{*}", "pooling head, not used for features"),
-    *_both(_V + "embeddings.patch_embedding", "vision.patch_embed"),
-    *_both(_V + "(pre_layrnorm|pre_layernorm)", "vision.pre_norm"),
-    *_both(_V + "post_layernorm", "vision.post_norm"),
-    *_both(_LAYER + "layer_norm1", "vision.layers.{i}.mixer_norm"),
-    *_both(_LAYER + "layer_norm2", "vision.layers.{i}.ffn_norm"),
-    *_both(_LAYER + "mlp.fc1", "vision.layers.{i}.ffn.up"),
-    *_both(_LAYER + "mlp.fc2", "vision.layers.{i}.ffn.down"),
+    *both(_V + "embeddings.patch_embedding", "vision.patch_embed"),
+    *both(_V + "(pre_layrnorm|pre_layernorm)", "vision.pre_norm"),
+    *both(_V + "post_layernorm", "vision.post_norm"),
+    *both(_LAYER + "layer_norm1", "vision.layers.{i}.mixer_norm"),
+    *both(_LAYER + "layer_norm2", "vision.layers.{i}.ffn_norm"),
+    *both(_LAYER + "mlp.fc1", "vision.layers.{i}.ffn.up"),
+    *both(_LAYER + "mlp.fc2", "vision.layers.{i}.ffn.down"),
     *(
         item
         for theirs, ours in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("out_proj", "o"))
-        for item in _both(f"{_LAYER}self_attn.{theirs}", f"vision.layers.{{i}}.mixer.{ours}")
+        for item in both(f"{_LAYER}self_attn.{theirs}", f"vision.layers.{{i}}.mixer.{ours}")
     ),
-    *_both("(model.|)multi_modal_projector.linear_1", "projector.0"),
-    *_both("(model.|)multi_modal_projector.linear_2", "projector.1"),
+    *both("(model.|)multi_modal_projector.linear_1", "projector.0"),
+    *both("(model.|)multi_modal_projector.linear_2", "projector.1"),
 )
 TEXT = Part(key="text_config", prefix="(language_model.|model.language_model.|)", default="llama")
 FAMILY = Family(name="llava", model_types=("llava",), spec=spec, rules=RULES, parts=(TEXT,))

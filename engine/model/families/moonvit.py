@@ -2,6 +2,7 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import activation
+from firstlight.engine.model.families.vision_common import axial
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLP, Attention, LayerSpec, MergedProjector, MoonViT, Norm
 
@@ -14,7 +15,10 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
     for key, known in (("pos_emb_type", "divided_fixed"), ("merge_type", "sd2_tpool"), ("mlp_type", "mlp2")):
         config.only(key, known, default=known)
     config.get("video_attn_type"), config.get("model_type")
-    hidden, heads = config.size("vt_hidden_size", "hidden_size"), config.size("vt_num_attention_heads")
+    hidden, heads = (
+        config.size("vt_hidden_size", "hidden_size"),
+        config.size("vt_num_attention_heads", "num_attention_heads"),
+    )
     is_rms = config.only("norm_type", "layernorm", "rmsnorm", default="layernorm") == "rmsnorm"
     norm = Norm(eps=FLOAT32_EPS) if is_rms else Norm(kind="layer", eps=1e-5, bias=True)
     head_dim, left = divmod(int(config.get("qkv_hidden_size", hidden)), heads)
@@ -33,8 +37,10 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
             causal=False,
         ),
         ffn=MLP(
-            intermediate=config.size("vt_intermediate_size"),
-            activation=activation(config, "activation_func", "gelu_pytorch_tanh"),
+            intermediate=config.size("vt_intermediate_size", "intermediate_size"),
+            activation=activation(
+                config, "activation_func" if "activation_func" in config else "hidden_act", "gelu_pytorch_tanh"
+            ),
             gated=False,
             bias=bool(config.get("linear_bias", True)),
         ),
@@ -44,11 +50,14 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
     return MoonViT(
         patch_size=config.size("patch_size"),
         hidden=hidden,
-        layers=(layer,) * config.size("vt_num_hidden_layers"),
-        grid=(config.size("init_pos_emb_height"), config.size("init_pos_emb_width")),
-        frames=int(config.get("init_pos_emb_time", 4)),
+        layers=(layer,) * config.size("vt_num_hidden_layers", "num_hidden_layers"),
+        grid=(
+            config.size("init_pos_emb_height", "pos_emb_height"),
+            config.size("init_pos_emb_width", "pos_emb_width"),
+        ),
+        frames=int(config.get("init_pos_emb_time", config.get("pos_emb_time", 4))),
         interpolation=config.only("pos_emb_interpolation_mode", "bilinear", "bicubic", default="bicubic"),
-        rope_theta=10000.0,
+        rope_theta=axial(config).theta,
         norm=norm,
         merge=(down, across),
         projector=_projector(config, hidden, down * across, text_hidden),

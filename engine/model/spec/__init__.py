@@ -3,6 +3,7 @@
 No torch. Each block variant declares its own parameters and what it keeps per token, so a shape is stated once.
 """
 
+from firstlight.engine.model.spec.anyres import AnyRes, best_resolution, cut_away
 from firstlight.engine.model.spec.attention import Attention, Temperature
 from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTensor
 from firstlight.engine.model.spec.chain import (
@@ -14,6 +15,7 @@ from firstlight.engine.model.spec.chain import (
     NormStep,
     Step,
 )
+from firstlight.engine.model.spec.compressed import CompressedAttention, Compressor, SpanIndexer
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import Blend, FeedForward, LayerSpec, Mixer
 from firstlight.engine.model.spec.lightning import Lightning
@@ -25,7 +27,7 @@ from firstlight.engine.model.spec.moe import Latent, MoE, Router
 from firstlight.engine.model.spec.moonvit import GRIDS, MergedProjector, MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
-from firstlight.engine.model.spec.residual import AttentionResidual, Residual
+from firstlight.engine.model.spec.residual import AttentionResidual, HyperConnections, Residual
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
 from firstlight.engine.model.spec.tower import AxialRope, DeepFeatures, GridPositions, PatchTower, Shape
 from firstlight.engine.model.spec.vision import Projector, VisionSpec, pictures_of_rows
@@ -37,6 +39,7 @@ __all__ = [
     "MLA",
     "MLP",
     "ActivationStep",
+    "AnyRes",
     "Attention",
     "AttentionResidual",
     "AxialRope",
@@ -44,11 +47,14 @@ __all__ = [
     "CacheSpec",
     "CacheTensor",
     "Chain",
+    "CompressedAttention",
+    "Compressor",
     "DeepFeatures",
     "FeedForward",
     "GatedDelta",
     "GatedStep",
     "GridPositions",
+    "HyperConnections",
     "Indexer",
     "Latent",
     "LayerSpec",
@@ -73,10 +79,13 @@ __all__ = [
     "Router",
     "Scope",
     "Shape",
+    "SpanIndexer",
     "StateTensor",
     "Step",
     "Temperature",
     "Vision",
     "VisionSpec",
+    "best_resolution",
+    "cut_away",
     "pictures_of_rows",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from firstlight.engine.findings import Finding
+from firstlight.engine.model.spec.anyres import AnyRes
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.moonvit import MoonViT
 from firstlight.engine.model.spec.norm import Norm
@@ -14,7 +15,7 @@ from firstlight.engine.model.spec.tower import PatchTower
 from firstlight.engine.model.spec.vision import VisionSpec
 from firstlight.engine.parallel.placement import Vocab
 
-Vision = VisionSpec | MoonViT | PatchTower
+Vision = VisionSpec | MoonViT | PatchTower | AnyRes
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,13 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.image_constants import read_constants
-from firstlight.engine.inputs.image_kinds.anyres import best_resolution
 from firstlight.engine.inputs.image_kinds.patches import smart_shape
 from firstlight.engine.inputs.image_kinds.registry import IMAGE_KINDS
 from firstlight.engine.inputs.image_kinds.splits import long_side, whole_tiles
 from firstlight.engine.inputs.image_kinds.tiles import best_canvas, closest_grid
 from firstlight.engine.inputs.image_processor import ImageProcessor
 from firstlight.engine.inputs.pictures import Picture
+from firstlight.engine.model.spec.anyres import best_resolution
 from tests.engine.inputs.test_image_processor import picture
 from tests.engine.inputs.toys import write_json
 
