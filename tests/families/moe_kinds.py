@@ -143,6 +143,19 @@ TINY: dict[str, Tiny] = {
             rms_norm_eps=1e-3,
         )
     ),
+    # some experts free of charge
+    "longcat_flash": Tiny(
+        _moe(
+            "longcat_flash",
+            **LATENT,
+            num_hidden_layers=4,
+            n_routed_experts=8,
+            zero_expert_num=4,
+            moe_topk=3,
+            ffn_hidden_size=40,
+            expert_ffn_hidden_size=20,
+        )
+    ),
     # one expert after the other
     "phimoe": Tiny(
         _eight(
@@ -215,6 +228,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("tp2", "ep2", "tp2 ep2", "pp2"),
     "granitemoeshared": ("tp2 ep2", "pp2"),
     "cohere2_moe-dense": ("tp2", "tp2 ep2", "pp2"),
+    "longcat_flash": ("tp2", "tp2 ep2", "pp2"),
     "phimoe": ("tp2", "tp2 ep2", "pp2"),
     "minimax_m2": ("tp2", "tp2 ep2", "pp2"),
     "dots1": ("tp2 ep2",),
@@ -223,4 +237,4 @@ MESHES: dict[str, tuple[str, ...]] = {
     "afmoe": ("tp2", "tp2 ep2", "pp2"),
     "axk1": ("tp2 ep2", "pp2"),
 }
-STEPPED: tuple[str, ...] = ("gpt_oss", "cohere2_moe", "phimoe", "afmoe")
+STEPPED: tuple[str, ...] = ("gpt_oss", "cohere2_moe", "longcat_flash", "phimoe", "afmoe")
