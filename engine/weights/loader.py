@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -93,19 +93,13 @@ def load(
         assert (reserved.nbytes, device.type) == (nbytes, "cpu"), "memory for something else"
         pool = Pool.over(reserved, "weights")
     storages = {storage.name: _allocate(pool, storage, device) for storage in pieces.storages}
-    params = {piece.param: _place(storages, piece) for piece in pieces.pieces}
-    placing = Placing(checkpoint, params, device)
-    total = sum(placing.read_bytes(piece) for piece in pieces.pieces)
+    filling = Filling(checkpoint, pieces.storages, pieces.pieces, storages, device)
     started_s, waited_s, done = time.perf_counter(), pool.waited_s, 0
     try:
-        jobs = _jobs(placing, pieces, pool, storages)
-        for job in read_jobs(jobs, checkpoint.source, threads, cancel=cancel, ahead_bytes=AHEAD_BYTES):
-            layer, finishes = job.payload
-            for finish in finishes:
-                finish()
-            done += job.nbytes
+        for layer, nbytes in filling.carry_out(threads, cancel, pool):
+            done += nbytes
             if progress is not None:
-                progress(LoadProgress(layer, done, total, time.perf_counter() - started_s))
+                progress(LoadProgress(layer, done, filling.read_bytes, time.perf_counter() - started_s))
         pool.wait()
     except BaseException:
         pool.stop()
@@ -116,10 +110,10 @@ def load(
         storages["head.weight"] = storages["embed.weight"]
     return Weights(
         storages=storages,
-        params=params,
+        params=filling.params,
         pieces=pieces,
         bytes_read=done,
-        bytes_needed=sum(placing.needed_bytes(piece) for piece in pieces.pieces),
+        bytes_needed=filling.needed_bytes,
         read_s=read_s,
         tied_head=pieces.tied_head,
         origin=checkpoint.source.describe(),
@@ -127,25 +121,71 @@ def load(
     )
 
 
-def _jobs(placing: Placing, pieces: RankPieces, pool: Pool, storages: dict[str, Tensor]) -> Iterator[Job]:
-    """Steps in order, small ones together, with the last one's layer and what is to be done once they are read.
+class Filling:
+    """Some pieces on their way into storages that are there. `params`: the place of each, by the parameter's name."""
 
-    Staging memory is reserved when a job is taken, which is when the memory that its pieces go to is backed.
-    """
-    layer_of = {storage.name: storage.layer for storage in pieces.storages}
-    batch: list[Step] = []
-    size, layer = 0, 0
-    for piece in pieces.pieces:
-        for step in placing.steps(piece):
-            if batch and size + step.nbytes > JOB_BYTES:
-                yield _job(batch, layer)
-                batch, size = [], 0
-            pool.wait(storages[piece.storage])
-            batch.append(step)
-            size += step.nbytes
-            layer = layer_of[piece.storage]
-    if batch:
-        yield _job(batch, layer)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        described: Iterable[Storage],
+        pieces: Sequence[Piece],
+        storages: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.params = {piece.param: _place(storages, piece) for piece in pieces}
+        self._checkpoint = checkpoint
+        self._pieces = pieces
+        self._storages = storages
+        self._layer_of = {storage.name: storage.layer for storage in described}
+        self._placing = Placing(checkpoint, self.params, device)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the checkpoint that will be read."""
+        return sum(self._placing.read_bytes(piece) for piece in self._pieces)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes as stored that the pieces need."""
+        return sum(self._placing.needed_bytes(piece) for piece in self._pieces)
+
+    def carry_out(
+        self,
+        threads: int | None = None,
+        cancel: threading.Event | None = None,
+        pool: Pool | None = None,
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> Iterator[tuple[int, int]]:
+        """Read all pieces in order; (layer, bytes read) of one batch of them after the other.
+
+        With `pool`, nothing is read into memory of it that is not backed yet.
+        """
+        jobs = self._jobs(pool, min(JOB_BYTES, ahead_bytes))
+        for job in read_jobs(jobs, self._checkpoint.source, threads, cancel=cancel, ahead_bytes=ahead_bytes):
+            layer, finishes = job.payload
+            for finish in finishes:
+                finish()
+            yield layer, job.nbytes
+
+    def _jobs(self, pool: Pool | None, most_bytes: int) -> Iterator[Job]:
+        """Steps in order, small ones together, with the last one's layer and what is to be done once they are read.
+
+        Staging memory is reserved when a job is taken, which is when the memory that its pieces go to is backed.
+        """
+        batch: list[Step] = []
+        size, layer = 0, 0
+        for piece in self._pieces:
+            for step in self._placing.steps(piece):
+                if batch and size + step.nbytes > most_bytes:
+                    yield _job(batch, layer)
+                    batch, size = [], 0
+                if pool is not None:
+                    pool.wait(self._storages[piece.storage])
+                batch.append(step)
+                size += step.nbytes
+                layer = self._layer_of[piece.storage]
+        if batch:
+            yield _job(batch, layer)
 
 
 def _job(steps: Iterable[Step], layer: int) -> Job:
@@ -158,7 +198,7 @@ def _allocate(pool: Pool, storage: Storage, device: torch.device) -> Tensor:
     return tensor.zero_() if device.type != "cpu" else tensor  # a CPU pool is zero: rows of padding stay so
 
 
-def _place(storages: dict[str, Tensor], piece: Piece) -> Tensor:
+def _place(storages: Mapping[str, Tensor], piece: Piece) -> Tensor:
     """Where a piece goes: a view of its storage, without the padding."""
     home = storages[piece.storage]
     if piece.expert is not None:
