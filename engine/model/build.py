@@ -81,6 +81,14 @@ class Model:
         return shown[f"layers.{index}"]
 
     @torch.inference_mode()
+    def hand_on(self, batch: ForwardBatch) -> None:
+        """What `forward` would hand from stage to stage beside the stream, alone; before `run_layer` on a batch."""
+        if not self.is_first:
+            self._receive_deep(batch)
+        if not self.is_last:
+            self._send_deep(batch)
+
+    @torch.inference_mode()
     def run_head(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         """The output head alone on given last hidden states [T, H], after the final norm; last stage only."""
         assert self._head is not None, "this rank holds no output head"
@@ -104,11 +112,19 @@ class Model:
         deep_NH = batch.handed["deep"][:, (index - 1) * x_TH.shape[1] : index * x_TH.shape[1]]
         return x_TH.index_add(0, batch.picture_rows, deep_NH.to(x_TH.dtype))
 
+    def _receive_deep(self, batch: ForwardBatch) -> None:
+        if self._num_deep >= self.layer_range[0] and batch.picture_rows is not None:
+            shape = len(batch.picture_rows), self._num_deep * self.spec.hidden
+            empty_NH = torch.empty(shape, dtype=self.dtype, device=self.device)
+            batch.handed["deep"] = batch.comms.pp.receive(empty_NH, batch.comms.pp.index - 1)
+
+    def _send_deep(self, batch: ForwardBatch) -> None:
+        if self._num_deep >= self.layer_range[1] and batch.picture_rows is not None:
+            batch.comms.pp.send(batch.handed["deep"].to(self.dtype).contiguous(), batch.comms.pp.index + 1)
+
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         assert self._embed is not None
         x_TH = self._embed(batch)
-        if batch.picture_rows is not None:
-            batch.handed["deep"] = torch.cat([one.features_NH[:, x_TH.shape[1] :] for one in batch.embeddings])
         if batch.tap is not None:
             batch.tap("embed", x_TH)
         return x_TH if self._ends is None else self._ends.enter(x_TH)
@@ -123,19 +139,14 @@ class Model:
                 shape[0], min(keys, batch.attention.max_kv_len), dtype=torch.int64, device=self.device
             )
             batch.handed[f"chosen.{layer}"] = batch.comms.pp.receive(empty_Tk, source)
-        if self._num_deep >= self.layer_range[0] and batch.picture_rows is not None:
-            empty_NH = torch.empty(
-                len(batch.picture_rows), self._num_deep * self.spec.hidden, dtype=self.dtype, device=self.device
-            )
-            batch.handed["deep"] = batch.comms.pp.receive(empty_NH, source)
+        self._receive_deep(batch)
         return batch.comms.pp.receive(empty_TH, source)
 
     def _send(self, x_TH: Tensor, batch: ForwardBatch) -> None:
         destination = batch.comms.pp.index + 1
         if chosen := self.spec.chosen_keys(self.layer_range[1]):
             batch.comms.pp.send(batch.handed[f"chosen.{chosen[0]}"], destination)
-        if self._num_deep >= self.layer_range[1] and batch.picture_rows is not None:
-            batch.comms.pp.send(batch.handed["deep"].to(self.dtype).contiguous(), destination)
+        self._send_deep(batch)
         batch.comms.pp.send(x_TH, destination)
 
     def _logits(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:

@@ -113,6 +113,10 @@ def forward_batch(
 ) -> ForwardBatch:
     """A batch of flattened tokens; `seen` says of each sequence what of its pictures is in it."""
     more = extras(around.sight, seen, around.device)
+    handed = {}
+    if more.picture_rows is not None and embeddings:
+        features_NF = torch.cat([one.features_NH for one in embeddings])
+        handed["deep"] = features_NF[:, features_NF.shape[1] // (1 + around.sight.deep) :]
     return ForwardBatch(
         token_ids_T=torch.tensor(ids, dtype=torch.int64, device=around.device),
         positions_T=torch.tensor(positions, dtype=torch.int64, device=around.device),
@@ -128,6 +132,7 @@ def forward_batch(
         embeddings=embeddings,
         tap=tap,
         rope_lens=rope_lens,
+        handed=handed,
     )
 
 

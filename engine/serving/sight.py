@@ -20,10 +20,11 @@ from firstlight.engine.serving.request import Span, joined
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a model does with pictures in its decoder: `grid` positions, `deep` features, pictures seen as a `whole`."""
+    """What a model does with pictures in its decoder: `grid` positions, `deep` features for that many of the first
+    layers, pictures seen as a `whole`."""
 
     grid: bool = False
-    deep: bool = False
+    deep: int = 0
     whole: bool = False
 
     @classmethod
@@ -33,7 +34,7 @@ class Sight:
             return cls()
         return cls(
             grid=bool(getattr(vision, "mrope", False)),
-            deep=bool(getattr(vision, "deep", ())),
+            deep=len(getattr(vision, "deep", ())),
             whole=any(getattr(layer.mixer, "whole_pictures", False) for layer in spec.layers),
         )
 
@@ -104,7 +105,7 @@ def _groups(part: Seen, device: torch.device) -> Tensor:
 def with_grids(
     vision: Vision, spans: Sequence[Span], tensors: Mapping[str, Any]
 ) -> tuple[tuple[Span, ...], tuple[Shape, ...]]:
-    """Spans and the grid of each, where positions follow grids: pictures that touch are told apart. Else as they are."""
+    """Spans and the grid of each, where positions follow grids: pictures that touch are told apart."""
     grids: tuple[Shape, ...] = vision.grids(tensors) if isinstance(vision, PatchTower) else ()
     return (by_picture(spans, [math.prod(grid) for grid in grids]), grids) if grids else (tuple(spans), ())
 

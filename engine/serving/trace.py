@@ -72,7 +72,7 @@ def trace_command(
     check_images(spec, images, count)
     for name, value in (inputs or {}).items():
         index = _index(name)
-        if index is None or index > spec.num_layers or value.shape != (*ids.shape, spec.hidden):
+        if index is None or index > spec.num_layers or value.shape != (*ids.shape, spec.hidden_width(index)):
             raise _bad(
                 name, f"hidden.0 to hidden.{spec.num_layers}, {[*ids.shape, spec.hidden]}", str(list(value.shape))
             )
@@ -273,6 +273,7 @@ def _run_forced(
     """Each layer held here on its own given input; the head on the given last hidden state."""
     low, high = command.layers or (0, rank.spec.num_layers)
     forced: dict[str, Tensor] = {}
+    rank.model.hand_on(batch)
     for index in range(max(low, rank.model.layer_range[0]), min(high, rank.model.layer_range[1])):
         given = _entering(rank, command, rows, index)
         if given is not None:
@@ -294,7 +295,10 @@ def _entering(rank: Rank, command: TraceCommand, rows: Sequence[_Row], index: in
     found = [_flatten(one, rows, rank) for one in given if one is not None]
     if not found or len(found) < len(given):
         return None
-    return found[0] if residual is None else torch.stack(found, dim=1)
+    if residual is None:
+        return found[0]
+    planes_LPH = torch.stack(found, dim=1).reshape(len(found[0]), -1, rank.spec.hidden)
+    return planes_LPH.expand(-1, residual.planes(index), -1)  # the embedding is every plane
 
 
 def _flatten(given: Array, rows: Sequence[_Row], rank: Rank) -> Tensor:

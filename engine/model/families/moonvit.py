@@ -15,10 +15,9 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
     for key, known in (("pos_emb_type", "divided_fixed"), ("merge_type", "sd2_tpool"), ("mlp_type", "mlp2")):
         config.only(key, known, default=known)
     config.get("video_attn_type"), config.get("model_type")
-    hidden, heads = (
-        config.size("vt_hidden_size", "hidden_size"),
-        config.size("vt_num_attention_heads", "num_attention_heads"),
-    )
+    hidden = config.size("vt_hidden_size", "hidden_size")
+    heads = config.size("vt_num_attention_heads", "num_attention_heads")
+    act = "activation_func" if "activation_func" in config else "hidden_act"
     is_rms = config.only("norm_type", "layernorm", "rmsnorm", default="layernorm") == "rmsnorm"
     norm = Norm(eps=FLOAT32_EPS) if is_rms else Norm(kind="layer", eps=1e-5, bias=True)
     head_dim, left = divmod(int(config.get("qkv_hidden_size", hidden)), heads)
@@ -38,9 +37,7 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
         ),
         ffn=MLP(
             intermediate=config.size("vt_intermediate_size", "intermediate_size"),
-            activation=activation(
-                config, "activation_func" if "activation_func" in config else "hidden_act", "gelu_pytorch_tanh"
-            ),
+            activation=activation(config, act, "gelu_pytorch_tanh"),
             gated=False,
             bias=bool(config.get("linear_bias", True)),
         ),
