@@ -18,13 +18,14 @@ from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time,
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
-from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
+from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files
 
 DEFAULT_CONTEXT = 4096
 PREFILL_TOKENS = 4096  # of the step whose time is estimated
+SEEING = ("vision", "projector")  # roles of weights that text alone does without
 
 
 def plan(
@@ -48,13 +49,11 @@ def plan(
     """
     name, config = read_config(source)
     draft = Draft("plan", name)
-    spec, _ = FAMILIES.describe(config)
+    spec, matcher = FAMILIES.describe(config)
     draft.find(spec.findings)
     if (home := Path(source).expanduser()).is_dir():
         draft.find(absent_side_files(home, spec.vision is not None))
-    stored = stored_format(config, spec.dtype)
-    if not isinstance(stored, Plain):
-        draft.find(_sizes_only(type(stored).__name__))
+    stored = stored_format(config, spec.dtype, matcher.rules)
     found = make_plan(
         spec,
         stored,
@@ -71,6 +70,7 @@ def plan(
     if context is not None and context > spec.max_positions:
         draft.find(_beyond_positions(context, spec.max_positions))
     _verdict(draft, found)
+    draft.metric("tensors", tensor_count(spec, matcher.rules, stored), "tensors", "without extra prediction layers")
     _figures(draft, found)
     _tables(draft, spec, found)
     return draft.close()
@@ -119,17 +119,6 @@ def _decode(path: Path, file: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def _sizes_only(name: str) -> Finding:
-    """A plan for weights that this engine counts and does not load yet."""
-    return warning(
-        "unsupported-format",
-        f"weights stored as {name} are counted here, but are not loaded yet",
-        expected="float32, bfloat16 or float16",
-        found=name,
-        next="plan with these figures; to bring it up, use an unquantized copy of the release",
-    )
-
-
 def _verdict(draft: Draft, found: Plan) -> None:
     worst = found.largest
     draft.check(
@@ -162,8 +151,15 @@ def _figures(draft: Draft, found: Plan) -> None:
     draft.metric("mtp_parameters", facts.mtp_parameters, "parameters", "extra prediction layers, counted apart")
     draft.metric("checkpoint_bytes", facts.checkpoint_bytes, "B", "all tensors of the release")
     draft.metric("weight_bytes_per_device", found.weight_bytes_per_device, "B", "the largest over ranks")
+    if any(role in facts.by_role for role in SEEING):
+        text = max(sum(size for role, size in rank.weights.items() if role not in SEEING) for rank in found.ranks)
+        draft.metric("text_weight_bytes_per_device", text, "B", "the same without vision tower and projector")
     draft.metric("kv_bytes_per_token", facts.kv_bytes_per_token, "B", "whole model")
-    draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", "whole model")
+    said = "whole model: full windows and what layers remember; inputs of convolutions apart"
+    draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", said)
+    if facts.convolution_bytes_per_sequence:
+        kept = facts.convolution_bytes_per_sequence
+        draft.metric("convolution_bytes_per_sequence", kept, "B", "whole model: last inputs of convolutions")
     why = "" if found.devices_needed is not None else "no layout of up to 4,096 devices holds one sequence"
     draft.metric("devices_needed", found.devices_needed, "devices", why or f"of {found.cluster.device.name}")
     draft.metric("binding_constraint", found.binding, "", found.binding_reason)

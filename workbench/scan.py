@@ -63,7 +63,7 @@ def _scan(
     ledger = account(checkpoint, *described, kinds) if described is not None else None
     if ledger is not None and described is not None:
         _account(draft, ledger)
-        _model(draft, checkpoint, described[0])
+        _model(draft, checkpoint, *described)
     _tensors(draft, kinds, ledger)
     _contradictions(draft, checkpoint, kinds)
     _side_files(draft, checkpoint, kinds, sees=described is not None and described[0].vision is not None)
@@ -140,12 +140,12 @@ def _account(draft: Draft, ledger: Ledger) -> None:
     draft.check("shapes and dtypes are as the model needs them", not other, value=len(other), limit=0, unit="problems")
 
 
-def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher) -> None:
     from firstlight.engine.parallel.plan import totals
     from firstlight.engine.weights.formats.registry import stored_format
 
     try:
-        facts = totals(spec, stored_format(checkpoint.config, spec.dtype))
+        facts = totals(spec, stored_format(checkpoint.config, spec.dtype, matcher.rules))
         draft.metric("parameters", facts.parameters, "parameters")
         draft.metric("active_parameters", facts.active_parameters, "parameters", "for one text token")
         if facts.mtp_parameters:
@@ -153,6 +153,8 @@ def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         draft.metric("kv_bytes_per_token", facts.kv_bytes_per_token, "B", "whole model, bf16")
         if facts.state_bytes_per_sequence:
             draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", "whole model")
+        if facts.convolution_bytes_per_sequence:
+            draft.metric("convolution_bytes_per_sequence", facts.convolution_bytes_per_sequence, "B", "whole model")
     except Refused as refused:
         draft.find(refused.findings)
     draft.metric("layers", spec.num_layers, "layers", f"hidden {spec.hidden:,}")

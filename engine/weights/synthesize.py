@@ -184,7 +184,12 @@ def outlines_of(
     The first rule that names a parameter stores it; with `fused`, rules of several parameters or experts come first.
     Raises `Refused` when no rule names a parameter.
     """
-    shapes = {param.name: param.shape for param in _stored_params(spec, tied)}
+    return outlines_of_params(_stored_params(spec, tied), rules, fused)
+
+
+def outlines_of_params(params: Iterable[Param], rules: Iterable[WeightRule], fused: bool = False) -> list[Outline]:
+    """The same for some of a model's parameters."""
+    shapes = {param.name: param.stored_shape for param in params}
     usable = [rule for rule in rules if rule.params and "{*}" not in rule.tensor]
     usable.sort(key=lambda rule: fused and not (rule.stacked or len(rule.params) > 1))
     backwards = _Backwards(usable, shapes)
@@ -295,7 +300,11 @@ def _dtype(item: Outline, pinned: Mapping[str, str], dtype: str) -> str:
 
 def _draw(param: Param, seed: int) -> NDArray[np.float32]:
     """Norms around one, everything else around zero with a spread that keeps activations of the order of one."""
-    noise = np.random.default_rng([seed, zlib.crc32(param.name.encode())]).standard_normal(param.shape, np.float32)
+    draw = np.random.default_rng([seed, zlib.crc32(param.name.encode())])
+    if param.limit:  # a table: in every row numbers that differ
+        first = draw.integers(0, param.limit, (*param.shape[:-1], 1))
+        return ((first + np.arange(param.shape[-1])) % param.limit).astype(np.float32)
+    noise = draw.standard_normal(param.shape, np.float32)
     if param.role == "norm" or "norm" in param.name:
         return noise * np.float32(0.3) + np.float32(param.name.endswith("weight"))
     return noise * np.float32(param.shape[-1] ** -0.5 if len(param.shape) > 1 else 0.3)
@@ -304,6 +313,8 @@ def _draw(param: Param, seed: int) -> NDArray[np.float32]:
 def _as(value: NDArray[np.float32], dtype: str) -> Tensor:
     if dtype == "BF16":
         return bfloat16(value)
+    if dtype == "I64":
+        return value.astype(np.int64)
     return value.astype(np.float16) if dtype == "F16" else value
 
 

@@ -18,6 +18,9 @@ class Plain(msgspec.Struct, frozen=True):
     def layer_key(self, layer: int) -> Hashable:
         return None
 
+    def format_of(self, param: Param) -> None:
+        """Nothing is quantized."""
+
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         return True
 

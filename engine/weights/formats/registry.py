@@ -24,6 +24,9 @@ class StoredFormat(Protocol):
     def layer_key(self, layer: int) -> Hashable:
         """Equal for layers whose parameters are stored alike."""
 
+    def format_of(self, param: Param) -> Format | None:
+        """The format of a parameter; None: stored plain."""
+
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         """Whether every cut of `param` into shards of `shape` takes the same bytes, wherever it starts."""
 
