@@ -1,0 +1,190 @@
+"""Storage formats against the packages that write and read them: compressed-tensors and transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from firstlight.engine.weights.formats.awq import Awq
+from firstlight.engine.weights.formats.compressed import compressed_tensors
+from firstlight.engine.weights.formats.fp8 import Fp8
+from firstlight.engine.weights.formats.gptq import Gptq
+from firstlight.engine.weights.formats.grid import Format
+from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
+from firstlight.engine.weights.formats.refusing import Options
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.packed import fitting
+from firstlight.engine.weights.placing import STORED_DTYPES
+from tests.engine.weights.quantized import compressed, part_of, whole
+
+SHAPE = (48, 96)
+GROUP = {"strategy": "group", "group_size": 32}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", **GROUP}),
+    "int4-zero": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": False, **GROUP}),
+    "int4-channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
+    "int8-channel-zero": ("pack-quantized", {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"}),
+    "int2": ("pack-quantized", {"num_bits": 2, "type": "int", **GROUP}),
+    "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "w8a8-zero": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}),
+    "w8a8-tensor": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}),
+    "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "fp8-block": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    ),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "scale_dtype": "torch.uint8", **GROUP}),
+    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "type": "float", "scale_dtype": "torch.uint8", **GROUP}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
+}
+
+
+def theirs(layout: str, options: dict[str, Any], weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """What compressed-tensors stores for a weight, and what it reads from that, in float32."""
+    args = QuantizationArgs(**options)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    state = {"weight": weight, **scales(weight, args)}
+    stored = compressor.compress(state, scheme)
+    if "weight_global_scale" in stored:  # its own decompress rounds to bfloat16 on the way
+        codes = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
+        both = stored["weight_scale"].float(), args, stored["weight_global_scale"]
+        return stored, dequantize(codes, both[0], args=both[1], global_scale=both[2], dtype=torch.float32)
+    read = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in stored.items()}
+    return stored, compressor.decompress(read, scheme)["weight"].float()
+
+
+def scales(weight: Tensor, args: QuantizationArgs) -> dict[str, Tensor]:
+    rows, columns = args.block_structure if args.strategy == "block" else (1, args.group_size or weight.shape[1])
+    if args.strategy == "tensor":
+        rows, columns = weight.shape
+    blocks = weight.view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
+    low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    outer = generate_gparam(low.amin(), high.amax()) if args.strategy == "tensor_group" else None
+    scale, zero = calculate_qparams(low, high, args, global_scale=outer)
+    found = {"weight_scale": scale.reshape(low.shape), "weight_zero_point": zero.reshape(low.shape).to(torch.int8)}
+    if args.strategy == "tensor":
+        found = {name: tensor.reshape(1) for name, tensor in found.items()}
+    if outer is not None:
+        found["weight_global_scale"] = outer.reshape(1)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compressed_tensors_reads_the_same_numbers(name: str) -> None:
+    layout, options = LAYOUTS[name]
+    torch.manual_seed(0)
+    weight = (torch.randn(SHAPE) * torch.exp2(torch.randint(-3, 3, (SHAPE[0], 1)))).to(torch.bfloat16).float()
+    stored, expected = theirs(layout, options, weight)
+    announced = compressed_tensors(Options(compressed(layout, **options)), {}).of("model.layers.0.mlp.up_proj")
+    assert announced is not None
+    format_ = as_found(announced, stored)
+    parts = {part.role: stored[part.suffix] for part in format_.parts}
+    assert {part.suffix for part in format_.parts} == stored.keys(), "every tensor is a part"
+    assert format_.problem(parts, SHAPE) is None
+    found = format_.unpack(parts, whole(SHAPE), SHAPE)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert (found - weight).abs().max() < 0.6 * weight.abs().max(), "and it is the weight that was stored"
+    box = ((5, 41), (13, 70))
+    torch.testing.assert_close(part_of(format_, parts, box, SHAPE), found[5:41, 13:70], rtol=0, atol=0)
+
+
+def as_found(format_: Format, stored: dict[str, Tensor]) -> Format:
+    """The spelling that headers show, as an account finds it."""
+    tags = {dtype: tag for tag, dtype in STORED_DTYPES.items()}
+    infos = {
+        name: TensorInfo(f"up_proj.{name}", tags[tensor.dtype], tuple(tensor.shape), "", 0, tensor.nbytes)
+        for name, tensor in stored.items()
+    }
+    main = next(infos[part.suffix] for part in format_.parts[:1])
+    found = fitting(format_, main, infos)
+    assert isinstance(found, Format), found
+    return found
+
+
+@pytest.mark.parametrize("scale", [torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("block", [(16, 32), (128, 128), (48, 96), (1, 32)], ids=str)
+def test_transformers_reads_the_same_numbers_from_fp8(block: tuple[int, int], scale: torch.dtype) -> None:
+    torch.manual_seed(1)
+    shape = (block[0] * 3, block[1] * 2)
+    codes = torch.randn(shape).mul_(50).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2).mul_(0.01) if scale == torch.float32 else torch.randint(110, 130, (3, 2), dtype=scale)
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    found = Fp8(block=block).unpack({"codes": codes, "scale": scales}, whole(shape), shape)
+    torch.testing.assert_close(found, theirs, rtol=0, atol=0)
+
+
+def test_transformers_reads_the_same_numbers_from_packed_fp4() -> None:
+    """DeepSeek-V4's experts: two codes in an int8, a scale in E8M0 for each 32 inputs."""
+    torch.manual_seed(2)
+    codes = torch.randint(-128, 128, (24, 32), dtype=torch.int8)
+    scales = torch.randint(110, 130, (24, 2), dtype=torch.uint8)
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    stored = {"codes": codes, "scale": scales.view(torch.float8_e8m0fnu)}
+    found = MxFp4(names=("weight", "scale")).unpack(stored, whole((24, 64)), (24, 64))
+    torch.testing.assert_close(found, theirs, rtol=0, atol=0)
+
+
+def test_transformers_reads_the_same_numbers_from_gpt_oss() -> None:
+    """[E, F, G, 16] blocks become [E, H, F] there: this engine unpacks [E, F, H] and lets the loader turn it."""
+    torch.manual_seed(3)
+    blocks = torch.randint(0, 256, (3, 10, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 130, (3, 10, 2), dtype=torch.uint8)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    found = MxFp4Blocks().unpack({"codes": blocks, "scale": scales}, whole((3, 10, 64)), (3, 10, 64))
+    torch.testing.assert_close(found.mT, theirs, rtol=0, atol=0)
+
+
+def gptq_formula(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, bits: int, offset: int) -> Tensor:
+    """AutoGPTQ's: unpack the zeros along columns and the codes along rows, then scale x (code - zero) by group."""
+    shifts = torch.arange(0, 32, bits)
+    zeros = (qzeros.unsqueeze(2) >> shifts).bitwise_and(2**bits - 1).reshape(scales.shape) + offset
+    codes = (qweight.unsqueeze(1) >> shifts.view(1, -1, 1)).bitwise_and(2**bits - 1).reshape(-1, qweight.shape[1])
+    return (scales[g_idx].float() * (codes - zeros[g_idx])).T
+
+
+@pytest.mark.parametrize(("bits", "offset"), [(4, 1), (8, 1), (2, 0)])
+def test_gptq_by_its_own_formula(bits: int, offset: int) -> None:
+    """Groups in an order that `desc_act` made, words with the sign bit set."""
+    torch.manual_seed(4)
+    shape, group, per_word = (32, 64), 16, 32 // bits
+    qweight = torch.randint(-(2**31), 2**31 - 1, (shape[1] // per_word, shape[0])).int()
+    qzeros = torch.randint(-(2**31), 2**31 - 1, (shape[1] // group, shape[0] // per_word)).int()
+    scales = torch.rand(shape[1] // group, shape[0]).half()
+    g_idx = torch.randperm(shape[1]).div(group, rounding_mode="floor").int()
+    expected = gptq_formula(qweight, qzeros, scales, g_idx, bits, offset)
+    stored = {"codes": qweight, "zero": qzeros, "scale": scales, "order": g_idx}
+    format_ = Gptq(bits=bits, group=group, zero_offset=offset)
+    torch.testing.assert_close(format_.unpack(stored, whole(shape), shape), expected, rtol=0, atol=0)
+    box = ((3, 30), (7, 50))
+    torch.testing.assert_close(part_of(format_, stored, box, shape), expected[3:30, 7:50], rtol=0, atol=0)
+
+
+def test_awq_by_its_own_formula() -> None:
+    """AutoAWQ's: eight codes a word along the outputs, unpacked in order, then put right by its reverse order."""
+    torch.manual_seed(5)
+    shape, group = (32, 64), 16
+    qweight = torch.randint(-(2**31), 2**31 - 1, (shape[1], shape[0] // 8)).int()
+    qzeros = torch.randint(-(2**31), 2**31 - 1, (shape[1] // group, shape[0] // 8)).int()
+    scales = torch.rand(shape[1] // group, shape[0]).half()
+    shifts, reverse = torch.arange(0, 32, 4), [0, 4, 1, 5, 2, 6, 3, 7]
+    order = torch.arange(shape[0]).view(-1, 8)[:, reverse].reshape(-1)
+    codes = (qweight[:, :, None] >> shifts).reshape(shape[1], -1)[:, order] & 15
+    zeros = (qzeros[:, :, None] >> shifts).reshape(shape[1] // group, -1)[:, order] & 15
+    expected = ((codes - zeros.repeat_interleave(group, 0)) * scales.float().repeat_interleave(group, 0)).T
+    stored = {"codes": qweight, "zero": qzeros, "scale": scales}
+    torch.testing.assert_close(Awq(group=group).unpack(stored, whole(shape), shape), expected, rtol=0, atol=0)
