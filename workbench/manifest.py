@@ -71,6 +71,22 @@ def _unusable(file: Path, code: str, problem: str) -> Finding:
     )
 
 
+def refuse_unwritable(path: str | os.PathLike[str]) -> None:
+    """Refuses a place for a manifest before terabytes are read for it."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise Refused(
+            fatal(
+                "not-found",
+                f"no manifest can be written to {path}",
+                file=str(path),
+                expected="a file in a folder that exists and may be written",
+                found="a folder" if Path(path).is_dir() else f"{folder}, which is not such a folder",
+                next="name another file",
+            )
+        )
+
+
 def manifest_of(checkpoint: Checkpoint, readings: Iterable[TensorReading]) -> Manifest:
     """The manifest of what was read. Raises `Refused` when a side file cannot be read."""
     tensors = checkpoint.tensors

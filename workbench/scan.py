@@ -54,7 +54,7 @@ def _scan(
     manifest: str | os.PathLike[str] | None,
     against: str | os.PathLike[str] | None,
 ) -> Report:
-    other = _manifest(against)
+    other = _manifest(manifest, against)
     checkpoint = Checkpoint.open(source)
     draft = Draft("scan", checkpoint.name)
     kinds = stock(checkpoint.tensors.values())
@@ -75,13 +75,15 @@ def _scan(
     return draft.close()
 
 
-def _manifest(against: str | os.PathLike[str] | None) -> Manifest | None:
-    """The manifest to compare with, read before anything else: what cannot be used is said at once."""
-    if against is None:
+def _manifest(manifest: str | os.PathLike[str] | None, against: str | os.PathLike[str] | None) -> Manifest | None:
+    """The manifest to compare with; what cannot be read or written is said before anything else is done."""
+    if manifest is None and against is None:
         return None
-    from firstlight.workbench.manifest import Manifest
+    from firstlight.workbench.manifest import Manifest, refuse_unwritable
 
-    return Manifest.read(against)
+    if manifest is not None:
+        refuse_unwritable(manifest)
+    return None if against is None else Manifest.read(against)
 
 
 def _files(draft: Draft, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,161 @@
+"""Side files that come from two revisions: what changes prompts, pictures or the end of an answer is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.engine.findings import Finding
+from firstlight.workbench.agreement import disagreements
+
+CONFIG: dict[str, Any] = {
+    "eos_token_id": 2,
+    "image_token_id": 5,
+    "vocab_size": 8,
+    "vision_config": {"image_size": 12, "patch_size": 4, "spatial_merge_size": 2},
+    "vision_feature_select_strategy": "default",
+}
+ADDED = [{"id": 5, "content": "<image>"}, {"id": 2, "content": "<|end|>"}]
+FILES: dict[str, Any] = {
+    "tokenizer.json": {"model": {"vocab": {f"t{i}": i for i in range(8)}}, "added_tokens": ADDED},
+    "tokenizer_config.json": {"eos_token": "<|end|>", "chat_template": "{{ messages }}"},
+    "chat_template.jinja": "{{ messages }}\n",
+    "generation_config.json": {"eos_token_id": [2, 3]},
+    "processor_config.json": {
+        "image_token": "<image>",
+        "patch_size": 4,
+        "vision_feature_select_strategy": "default",
+        "image_processor": {"do_center_crop": True, "crop_size": {"height": 12, "width": 12}, "merge_size": 2},
+    },
+}
+
+
+def found(home: Path, changes: dict[str, Any], rows: int | None = 8) -> tuple[Finding, ...]:
+    """What a directory with some files changed (None: absent) disagrees about; "config.json" changes keys of it."""
+    for name, value in {**FILES, **changes}.items():
+        if value is not None and name != "config.json":
+            (home / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    findings = disagreements(home, {**CONFIG, **changes.get("config.json", {})}, rows)
+    for finding in findings:
+        assert finding.file
+        assert finding.next
+        assert finding.severity != "fatal", "verbs that do not need the file go on"
+    return findings
+
+
+def test_what_agrees_is_silent(tmp_path: Path) -> None:
+    assert found(tmp_path, {}) == ()
+
+
+def test_no_side_files_at_all_are_no_disagreement(tmp_path: Path) -> None:
+    assert found(tmp_path, dict.fromkeys(FILES)) == ()
+
+
+def changed(name: str, **fields: Any) -> dict[str, Any]:
+    return {name: {**FILES.get(name, {}), **fields}}
+
+
+VOCABULARY = {"vocab": {f"t{i}": i for i in range(11)}}
+IMAGES = FILES["processor_config.json"]["image_processor"]
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "tokens beyond the embedding": (
+        changed("tokenizer.json", model=VOCABULARY),
+        "tokenizer.json",
+        "3 tokens have no row in the embedding, 't8' (8) first",
+    ),
+    "an added token beyond the embedding": (
+        changed("tokenizer.json", added_tokens=[*ADDED, {"id": 9, "content": "<new>"}]),
+        "tokenizer.json",
+        "1 tokens have no row in the embedding, '<new>' (9) first",
+    ),
+    "an image token that the tokenizer lacks": (
+        {"config.json": {"image_token_id": 77}},
+        "config.json",
+        "image_token_id 77 is no token of the tokenizer",
+    ),
+    "another image token written": (
+        changed("processor_config.json", image_token="t4"),
+        "processor_config.json",
+        "the processor writes 't4' for a picture",
+    ),
+    "answers that end elsewhere": (
+        changed("generation_config.json", eos_token_id=3) | {"tokenizer_config.json": {}},
+        "generation_config.json",
+        "answers end at other tokens than config.json says",
+    ),
+    "a tokenizer's end that is none": (
+        changed("tokenizer_config.json", eos_token={"content": "t6"}),
+        "tokenizer_config.json",
+        "eos_token 't6' is id 6, at which answers do not end",
+    ),
+    "an end that is no token": (
+        changed("generation_config.json", eos_token_id=[2, 4242]),
+        "generation_config.json",
+        "answers end at id 4,242, which is no token",
+    ),
+    "two chat templates": (
+        {"chat_template.jinja": "{{ other }}"},
+        "tokenizer_config.json",
+        "the chat template in tokenizer_config.json is not that of chat_template.jinja",
+    ),
+    "pictures of another size": (
+        changed("processor_config.json", image_processor={**IMAGES, "crop_size": {"height": 12, "width": 16}}),
+        "processor_config.json",
+        "the size of pictures is 12 x 16",
+    ),
+    "patches of another size": (
+        changed("processor_config.json", patch_size=6),
+        "processor_config.json",
+        "patch_size is 6 in processor_config.json, but config.json says patch_size 4",
+    ),
+    "patches merged otherwise": (
+        changed("processor_config.json", image_processor={**IMAGES, "merge_size": 1}),
+        "processor_config.json",
+        "merge_size is 1",
+    ),
+    "a picture that patches do not fill": (
+        {"config.json": {"vision_config": {"image_size": 14, "patch_size": 4}}, "processor_config.json": {}},
+        "config.json",
+        "image_size 14 is no multiple of patch_size 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_kind_is_named(case: str, tmp_path: Path) -> None:
+    changes, file, words = CASES[case]
+    (finding,) = found(tmp_path, changes)
+    assert (finding.code, finding.severity, finding.file) == ("conflicting-flag", "warning", file)
+    assert words in finding.message
+
+
+def test_a_vocabulary_that_is_padded_is_a_note(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, {}, rows=128)
+    assert (finding.code, finding.severity) == ("padded-tensor", "note")
+    assert "128 rows, the tokenizer 8 ids" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}', "no tokenizer"),
+        ("tokenizer.json", '{"model"', "no tokenizer"),
+        ("tokenizer_config.json", "<html>", "not JSON"),
+        ("generation_config.json", "[]", "object"),
+        ("processor_config.json", "", "not JSON"),
+    ],
+)
+def test_a_file_that_is_broken_is_a_warning(file: str, text: str, words: str, tmp_path: Path) -> None:
+    finding = next(finding for finding in found(tmp_path, {file: text}) if finding.code == "side-file-invalid")
+    assert (finding.severity, finding.file) == ("warning", file)
+    assert words in f"{finding.message} {finding.found}"
+
+
+def test_a_unigram_vocabulary_counts_by_place(tmp_path: Path) -> None:
+    listed = {"model": {"vocab": [[f"t{i}", -1.0] for i in range(9)]}, "added_tokens": ADDED}
+    (finding,) = found(tmp_path, {"tokenizer.json": listed})
+    assert "1 tokens have no row in the embedding" in finding.message

@@ -1,0 +1,169 @@
+"""`scan --deep`: odd scales among siblings, manifests written and held against, strictness."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firstlight.engine.findings import Finding
+from firstlight.engine.weights.safetensors_file import Tensor, bfloat16, read, write
+from firstlight.workbench import deep
+from firstlight.workbench.cli import main
+from firstlight.workbench.deep import TensorReading, wide
+from firstlight.workbench.outliers import outliers
+from firstlight.workbench.report import Report
+from firstlight.workbench.scan import scan
+
+Get = Callable[[str], Path]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def home(checkpoint: Get, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("llama-tied"), tmp_path / "model"))
+
+
+def changed(home: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = read(home / "model.safetensors")
+    change(tensors)
+    write(home / "model.safetensors", tensors, {"format": "pt"})
+    return home
+
+
+def of(report: Report, code: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.code == code]
+
+
+# Scales
+
+
+def readings(*scales: float) -> list[TensorReading]:
+    return [TensorReading(f"layers.{i}.mlp.up.weight", "", 0, 0, rms, rms) for i, rms in enumerate(scales)]
+
+
+def test_scales_that_differ_as_layers_do_are_no_outliers() -> None:
+    assert list(outliers(readings(0.02, 0.03, 0.05, 0.01, 0.08, 0.2, 0.02))) == []
+    assert list(outliers(readings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))) == [], "all alike: biases that were never trained"
+    assert list(outliers(readings(1, 100))) == [], "too few to tell which one is odd"
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [(0.0, "all zero"), (2.0, "up to 100 times"), (0.0002, "up to 1/100 of"), (1e30, "times the scale")],
+)
+def test_one_that_is_unlike_its_siblings_is_named(odd: float, words: str) -> None:
+    (finding,) = outliers(readings(0.02, 0.02, 0.021, odd, 0.019, 0.02, 0.02))
+    assert (finding.code, finding.severity, finding.tensors) == ("odd-scale", "warning", ("layers.3.mlp.up.weight",))
+    assert words in finding.message
+    assert finding.next
+
+
+def test_the_scale_of_a_tensor_is_measured_over_all_its_chunks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep, "CHUNK_BYTES", 64)
+    tensors = read(home / "model.safetensors")
+    from firstlight.engine.weights.checkpoint import Checkpoint
+    from firstlight.workbench.progress import Progress
+
+    found, _ = deep.read_all(Checkpoint.open(home), Progress(), threads=3)
+    assert [reading.tensor for reading in found] == sorted(tensors)
+    for reading in found:
+        values = np.asarray(tensors[reading.tensor], np.float64)
+        assert reading.rms == pytest.approx(np.sqrt(np.mean(values**2)), rel=1e-12)
+        assert reading.largest == np.abs(values).max()
+
+
+def test_values_of_every_float_are_wide() -> None:
+    values = np.array([0.5, -2.0, 3.25])
+    assert list(wide("BF16", bfloat16(values).bits.tobytes())) == list(values)  # type: ignore[arg-type]
+    for dtype, form in (("F64", np.float64), ("F32", np.float32), ("F16", np.float16)):
+        assert list(wide(dtype, values.astype(form).tobytes())) == list(values)  # type: ignore[arg-type]
+    assert wide("U8", b"123") is None
+
+
+# Manifests
+
+
+def test_another_cut_of_the_same_weights_is_equal(home: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    assert main(["scan", str(home), "-q", "--manifest", str(manifest)]) == 0
+    written = json.loads(manifest.read_text())
+    assert written["format"] == "firstlight-manifest-1"
+    assert "config.json" in written["files"]
+    tensors = read(home / "model.safetensors")
+    (home / "model.safetensors").unlink()
+    names = list(tensors)
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        write(home / f"model-0000{number}-of-00002.safetensors", {name: tensors[name] for name in part})
+    report = scan(home, against=manifest)
+    assert report.status == "passed"
+    assert not of(report, "manifest-mismatch")
+    (check,) = [check for check in report.checks if "manifest" in check.name]
+    assert check.detail == f"{len(tensors)} of model compared by dtype, shape and SHA-256"
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "one bit": (lambda t: np.asarray(t[NORM]).view(np.uint32).__setitem__(3, 0x3F800001), "have other contents"),
+    "a dtype": (lambda t: t.update({NORM: np.asarray(t[NORM]).astype(np.float64)}), "have another dtype or shape"),
+    "a tensor less": (lambda t: t.pop(NORM), "are in the manifest and not here"),
+    "a tensor more": (lambda t: t.update({"x": np.ones(2)}), "are here and not in the manifest"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_otherwise_is_named(change: str, home: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    scan(home, manifest=manifest)
+    act, words = CHANGES[change]
+    report = scan(changed(home, act), against=manifest)
+    assert report.status == "failed"
+    (finding,) = of(report, "manifest-mismatch")
+    assert finding.severity == "fatal"
+    assert words in finding.message
+    assert finding.expected != finding.found
+    assert finding.tensors == (("x",) if change == "a tensor more" else (NORM,))
+
+
+def test_a_side_file_that_is_otherwise_is_a_warning(home: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    scan(home, manifest=manifest)
+    (home / "README.md").write_text("words")
+    (home / "generation_config.json").write_text("{}")
+    report = scan(home, against=manifest)
+    assert report.status == "passed"
+    assert {finding.file for finding in of(report, "manifest-mismatch")} == {"generation_config.json"}
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"format":"other","name":"","tensors":{},"files":{}}'])
+def test_a_manifest_that_is_none_is_refused_at_once(
+    text: str | None, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "manifest.json"
+    if text is not None:
+        manifest.write_text(text)
+    assert main(["scan", str(home), "--against", str(manifest)]) == 2
+    error = capsys.readouterr().err
+    assert "the manifest" in error
+    assert "write one with scan --manifest" in " ".join(error.split())
+
+
+def test_a_manifest_that_cannot_be_written_is_said(home: Path, tmp_path: Path) -> None:
+    assert main(["scan", str(home), "-q", "--manifest", str(tmp_path / "absent" / "manifest.json")]) == 2
+
+
+# Strictness
+
+
+def test_strict_fails_on_a_warning(home: Path) -> None:
+    assert main(["scan", str(home), "-q"]) == 0
+    assert main(["scan", str(home), "-q", "--strict"]) == 1
+    report = scan(home, strict=True)
+    (check,) = [check for check in report.checks if check.status == "failed"]
+    assert check.name == "no warnings (strict)"
+    assert check.value == sum(finding.severity == "warning" for finding in report.findings) > 0
+    sample = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
+    assert scan(sample, strict=True).status == "passed"

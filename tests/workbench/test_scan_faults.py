@@ -1,0 +1,201 @@
+"""Every way in which a download can be broken, from the command line: exit status, code, and words to act on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.engine.weights.index import INDEX
+from firstlight.workbench.cli import main
+from tests.engine.weights.files import raw
+
+Get = Callable[[str], Path]
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 5368709120\n"
+HTML = b"<!DOCTYPE html><html><head><title>404 Not Found</title></head></html>"
+
+
+def shards(home: Path) -> list[Path]:
+    return sorted(home.glob("*.safetensors"))
+
+
+def last(home: Path) -> Path:
+    return shards(home)[-1]
+
+
+def index(home: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads((home / INDEX).read_text())
+    change(value)
+    (home / INDEX).write_text(json.dumps(value))
+
+
+def header(home: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the header of the last shard and leaves its data as it is."""
+    data = last(home).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    value = json.loads(data[8 : 8 + length])
+    found = change(value)
+    last(home).write_bytes(raw(found if isinstance(found, bytes) else value, data[8 + length :]))
+
+
+def entries(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries in the order of their data."""
+    return sorted((v for k, v in value.items() if k != "__metadata__"), key=lambda entry: entry["data_offsets"])
+
+
+def config(home: Path, **fields: Any) -> None:
+    value = {**json.loads((home / "config.json").read_text()), **fields}
+    (home / "config.json").write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+
+
+def only(home: Path, **files: bytes) -> None:
+    """Nothing but these files."""
+    for path in list(home.iterdir()):
+        path.unlink()
+    for name, data in files.items():
+        (home / name.replace("__", ".")).write_bytes(data)
+
+
+def shift(value: dict[str, Any], by: int) -> None:
+    first, second = entries(value)[:2]
+    second["data_offsets"] = [offset + by for offset in second["data_offsets"]]
+    assert first
+
+
+# What is broken -> how, exit status, code, words that must be said.
+FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
+    "a shard is missing": (lambda h: last(h).unlink(), 1, "missing-shard", "is not there, which holds"),
+    "a download goes on": (
+        lambda h: last(h).rename(f"{last(h)}.part"), 1, "missing-shard", "an unfinished download"
+    ),
+    "a shard is cut": (
+        lambda h: os.truncate(last(h), last(h).stat().st_size - 4096), 1, "truncated-shard", "its last 4,096 bytes"
+    ),
+    "a shard is cut in its header": (lambda h: os.truncate(last(h), 99), 1, "truncated-shard", "within its header"),
+    "a shard is longer": (
+        lambda h: last(h).write_bytes(last(h).read_bytes() + b"12345"), 1, "trailing-bytes", "5 bytes that no tensor"
+    ),
+    "a shard is empty": (lambda h: last(h).write_bytes(b""), 1, "not-safetensors", "an empty file"),
+    "a shard is a pointer": (lambda h: last(h).write_bytes(LFS), 1, "not-safetensors", "Git LFS pointer"),
+    "a shard is a page": (lambda h: last(h).write_bytes(HTML), 1, "not-safetensors", "a web page"),
+    "a shard is a pickle": (
+        lambda h: last(h).write_bytes(b"PK\x03\x04" + bytes(99)), 1, "not-safetensors", "a zip archive"
+    ),
+    "a header claims a terabyte": (
+        lambda h: last(h).write_bytes((1 << 40).to_bytes(8, "little") + b"{"), 1, "header-too-large", "1,048,576 MiB"
+    ),
+    "a header with zeros in it": (
+        lambda h: last(h).write_bytes(raw(b'{"a":' + bytes(99), length=104)), 1, "header-invalid", "a zero byte"
+    ),
+    "tensors overlap": (lambda h: header(h, lambda v: shift(v, -4)), 1, "header-invalid", "overlaps"),
+    "a gap between tensors": (lambda h: header(h, lambda v: shift(v, 4)), 1, "header-invalid", "leaves a gap"),
+    "an offset below zero": (
+        lambda h: header(h, lambda v: entries(v)[0].update(data_offsets=[-4, 4])), 1, "header-invalid", ">= 0"
+    ),
+    "an offset beyond all files": (
+        lambda h: header(h, lambda v: entries(v)[-1].update(data_offsets=[2**62, 2**62 + 4])),
+        1, "header-invalid", "length",
+    ),
+    "an unknown dtype": (lambda h: header(h, lambda v: entries(v)[0].update(dtype="F9")), 1, "header-invalid", "dtype"),
+    "a shape that is text": (
+        lambda h: header(h, lambda v: entries(v)[0].update(shape="8")), 1, "header-invalid", "Expected `array"
+    ),
+    "a name twice in a header": (
+        lambda h: header(h, lambda v: json.dumps(v)[:-1].encode() + b"," + json.dumps(v)[1:].encode()),
+        1, "header-invalid", "occurs twice",
+    ),
+    "a name that is half a character": (
+        lambda h: header(h, lambda v: json.dumps({"\ud800": entries(v)[0]}).encode()), 1, "header-invalid", "not valid"
+    ),
+    "a header of no UTF-8": (
+        lambda h: header(h, lambda v: json.dumps(v).encode().replace(b"model", b"mod\xffl")),
+        1, "header-invalid", "is not valid",
+    ),
+    "metadata of another type": (
+        lambda h: header(h, lambda v: v.update(__metadata__={"format": 5})), 0, "header-invalid", "not text by text"
+    ),
+    "the index lists a tensor that no header has": (
+        lambda h: index(h, lambda v: v["weight_map"].update({"model.layers.7.x": last(h).name})),
+        1, "stale-index", "its header does not have",
+    ),
+    "the index forgets a tensor": (
+        lambda h: index(h, lambda v: v["weight_map"].pop("model.norm.weight")), 0, "unlisted-tensor", "unlisted"
+    ),
+    "the index places a tensor elsewhere": (
+        lambda h: index(h, lambda v: v["weight_map"].update({"model.norm.weight": shards(h)[0].name})),
+        0, "stale-index", "headers are the truth",
+    ),
+    "the index lists a tensor twice": (
+        lambda h: (h / INDEX).write_text((h / INDEX).read_text().replace("_map\": {", '_map": {"model.norm.weight": "x",')),
+        1, "stale-index", "twice",
+    ),
+    "the index has no map": (lambda h: (h / INDEX).write_text('{"weight_map": 7}'), 2, "stale-index", "weight_map"),
+    "the index leads out": (
+        lambda h: index(h, lambda v: v["weight_map"].update({"a": "../../etc/passwd"})), 2, "unsafe-file", "outside"
+    ),
+    "the index names pickles": (
+        lambda h: index(h, lambda v: v["weight_map"].update({"a": "pytorch_model.bin"})), 1, "unsafe-file", "pickled"
+    ),
+    "the same tensor in two shards": (
+        lambda h: [shutil.copy(shards(h)[0], h / "more-00001-of-00001.safetensors"), (h / INDEX).unlink()],
+        1, "duplicate-tensor", "not guessed",
+    ),
+    "a second copy beside the shards": (
+        lambda h: shutil.copy(last(h), h / "consolidated.safetensors"), 0, "shadowed-file", "what is read is model-"
+    ),
+    "a link that dangles": (
+        lambda h: [(name := last(h)).unlink(), name.symlink_to("../blobs/0123")], 1, "missing-shard", "../blobs/0123"
+    ),
+    "a folder called like a shard": (
+        lambda h: [(name := last(h)).unlink(), name.mkdir()], 1, "not-safetensors", "a directory"
+    ),
+    "an index of many shards that are not there": (
+        lambda h: [path.unlink() for path in shards(h)], 1, "missing-shard", "is not there"
+    ),
+    "a name in capital letters": (
+        lambda h: header(h, lambda v: v.update({k.upper(): v.pop(k) for k in list(v) if k == "model.norm.weight"})),
+        1, "unconsumed-tensor", "MODEL.NORM.WEIGHT",
+    ),
+    "layers that are not there": (lambda h: config(h, num_hidden_layers=9), 1, "missing-tensor", "up to number 2"),
+    "another vocabulary": (lambda h: config(h, vocab_size=99), 1, "shape-mismatch", "99"),
+    "an unknown architecture": (lambda h: config(h, model_type="lama"), 1, "unknown-architecture", "llama"),
+    "a key with two values": (
+        lambda h: (h / "config.json").write_text((h / "config.json").read_text().replace("{", '{"vocab_size": 5,', 1)),
+        1, "conflicting-flag", "twice with different values",
+    ),
+    "a configuration of a wrong type": (lambda h: config(h, hidden_size="big"), 1, "config-invalid", "hidden_size"),
+    "no configuration": (lambda h: (h / "config.json").unlink(), 2, "missing-side-file", "has no config.json"),
+    "a configuration that is a page": (
+        lambda h: (h / "config.json").write_bytes(HTML), 2, "side-file-invalid", "not JSON"
+    ),
+    "a configuration of a terabyte": (
+        lambda h: os.truncate(h / "config.json", 1 << 40), 2, "side-file-invalid", "at most"
+    ),
+    "only pickles": (
+        lambda h: only(h, config__json=b"{}", pytorch_model__bin=b"PK"), 2, "missing-shard", "pickled weights"
+    ),
+    "only GGUF": (lambda h: only(h, model__gguf=b"GGUF\x03"), 2, "missing-shard", "GGUF"),
+    "nothing": (only, 2, "missing-side-file", "an empty directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_said(fault: str, checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    act, status, code, words = FAULTS[fault]
+    home = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    act(home)
+    began_s = time.perf_counter()
+    assert main(["scan", str(home)]) == status
+    assert time.perf_counter() - began_s < 5, "a second on a machine that does nothing else"
+    written = capsys.readouterr()
+    said = " ".join((written.out + written.err).split())
+    assert code in said
+    assert words in said
+    assert "next" in said
+    assert "Traceback" not in said
