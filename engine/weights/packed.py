@@ -122,13 +122,16 @@ class _Grouping:
                 self.companions.update(tensor.name for tensor in there.values() if tensor is not main)
 
     def _parts(self, name: str, format_: Format) -> dict[str, TensorInfo]:
-        """What there is of a weight, by how the name of each part ends."""
-        return {
-            part.suffix: tensor
-            for part in self.suffixes[format_]
-            for candidate in part_names(name, part)
-            if (tensor := self.tensors.get(candidate)) is not None
-        }
+        """What there is of a weight, by how the name of each part ends; `up_scale` is one part, however it is read."""
+        there: dict[str, TensorInfo] = {}
+        seen: set[str] = set()
+        for part in self.suffixes[format_]:
+            for candidate in part_names(name, part):
+                tensor = self.tensors.get(candidate)
+                if tensor is not None and candidate not in seen:
+                    there[part.suffix] = tensor
+                    seen.add(candidate)
+        return there
 
     def _claim(self, name: str, main: TensorInfo, format_: Format, there: Mapping[str, TensorInfo]) -> Packed | Problem:
         """The weight in this format, or why it is none."""
