@@ -18,9 +18,10 @@ from firstlight.engine.parallel.layouts import Layouts
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces, stages
 from firstlight.engine.parallel.plan import Plan, active_parameters, make_plan, totals
-from firstlight.engine.weights.formats.fp8_block import Fp8Block
+from firstlight.engine.weights.formats.fp8 import Fp8
 from firstlight.engine.weights.formats.plain import Plain
-from firstlight.engine.weights.formats.registry import StoredFormat, stored_format
+from firstlight.engine.weights.formats.registry import Quantized, StoredFormat, stored_format
+from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
 from tests.checkpoints import TINY
 from tests.engine.weights.files import LLAMA
 
@@ -40,8 +41,14 @@ QWEN_FP8_BYTES = QWEN_FP8_NARROW * (1 + 4 / 128**2) + 2 * (235_093_634_560 - QWE
 
 def facts(name: str) -> tuple[ModelSpec, StoredFormat]:
     raw = json.loads(resources.files("firstlight.data").joinpath("models", f"{name}.json").read_bytes())
-    spec, _ = FAMILIES.describe(raw)
-    return spec, stored_format(raw, spec.dtype)
+    spec, matcher = FAMILIES.describe(raw)
+    return spec, stored_format(raw, spec.dtype, matcher.rules)
+
+
+def fp8_blocks(rows: int, columns: int, kept: tuple[str, ...] = ()) -> Quantized:
+    """Linear modules in FP8 blocks, but for those kept; named as llama's are."""
+    scheme = Scheme("fp8", (Group(Fp8(block=(rows, columns))),), Modules(kept))
+    return Quantized("BF16", scheme, FAMILIES.describe(LLAMA)[1].rules)
 
 
 def tiny(name: str, **more: Any) -> ModelSpec:
@@ -92,7 +99,7 @@ def test_totals_of_releases(
 def test_the_files_of_deepseek_v3_are_payload_and_headers() -> None:
     """688,586,727,753 bytes in 163 files: what the payload leaves is 129 bytes of header for each tensor."""
     spec, stored = facts("deepseek-v3")
-    assert isinstance(stored, Fp8Block)
+    assert isinstance(stored, Quantized)
     tensors = 0
     for param in (*spec.parameters(), *spec.mtp_parameters()):
         scaled = stored.nbytes(param, param.shape) not in (2 * param.elements, 4 * param.elements)
@@ -178,7 +185,7 @@ def test_cache_bytes_by_hand() -> None:
 def test_the_fullest_rank_without_looking_at_every_rank(name: str) -> None:
     """The search asks for the largest only; it must be the largest of all ranks."""
     spec = tiny(name)
-    for stored in (Plain("BF16"), Fp8Block("BF16", (8, 16))):
+    for stored in (Plain("BF16"), fp8_blocks(8, 16)):
         layouts = Layouts(spec, stored, cluster(8, 1 << 30), 1 << 29, 50, 2, False)
         for mesh in (Mesh(), Mesh(tp=2), Mesh(tp=4), Mesh(pp=2), Mesh(tp=2, pp=2), Mesh(pp=3)):
             if violations(spec, mesh) or mesh.pp > spec.num_layers:
@@ -202,7 +209,7 @@ def fp8(intermediate: int, hidden: int = 256, **more: Any) -> ModelSpec:
 
 def test_a_partial_last_block_has_a_scale() -> None:
     """[192, 256] in blocks of 128 x 128 has 2 x 2 scales."""
-    stored = Fp8Block("BF16", (128, 128))
+    stored = fp8_blocks(128, 128)
     (gate,) = [param for param in fp8(192).parameters() if param.name == "layers.0.ffn.gate.weight"]
     assert gate.shape == (192, 256)
     assert stored.nbytes(gate, gate.shape) == 192 * 256 + 4 * 4
@@ -210,7 +217,7 @@ def test_a_partial_last_block_has_a_scale() -> None:
 
 def test_a_block_that_is_cut_keeps_its_scale_on_both_ranks_and_the_plan_says_so() -> None:
     """384 channels over 4 ranks are 96 each: rows 96 to 191 touch two blocks of 128."""
-    spec, stored = fp8(384), Fp8Block("BF16", (128, 128))
+    spec, stored = fp8(384), fp8_blocks(128, 128)
     found = make_plan(spec, stored, cluster(4, 1 << 30), Mesh(tp=4))
     (finding,) = [finding for finding in found.findings if finding.code == "cut-block"]
     assert finding.severity == "note"
@@ -245,7 +252,7 @@ def test_the_largest_tp_between_blocks_is_named() -> None:
     ],
 )
 def test_modules_that_stay_unquantized_are_counted_so(kept: tuple[str, ...], whole: int) -> None:
-    stored, spec = Fp8Block("BF16", (128, 128), kept), fp8(256)
+    stored, spec = fp8_blocks(128, 128, kept), fp8(256)
     found = make_plan(spec, stored, cluster(2, 1 << 30), Mesh(pp=2))
     first, second = (rank.weights["mlp"] for rank in found.ranks)
     assert first == 3 * (256 * 256 + 16)
@@ -405,9 +412,8 @@ def test_more_context_than_positions_is_said() -> None:
 
 
 def test_an_unknown_format_is_refused_by_name() -> None:
-    raw = json.loads(resources.files("firstlight.data").joinpath("models", "gpt-oss-120b.json").read_bytes())
-    with pytest.raises(Refused, match="mxfp4") as caught:
-        stored_format(raw, "BF16")
+    with pytest.raises(Refused, match="'hqq' is not read here") as caught:
+        stored_format({"quantization_config": {"quant_method": "hqq", "nbits": 4}}, "BF16")
     assert caught.value.findings[0].code == "unsupported-format"
 
 
