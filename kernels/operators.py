@@ -65,6 +65,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _implementation("causal_conv", "reference", anywhere),
     _implementation("linear_attention", "chunked", anywhere),
     _implementation("linear_attention", "reference", anywhere),
+    _implementation("selective_scan", "batched", anywhere),
+    _implementation("selective_scan", "reference", anywhere),
     _implementation("router_topk", "triton", with_triton),
     _implementation("router_topk", "reference", anywhere),
     _implementation("grouped_matmul", "cpu", on_cpu, folder="moe"),

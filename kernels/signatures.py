@@ -113,6 +113,21 @@ class LinearAttention(Protocol):
     ) -> Tensor: ...
 
 
+class SelectiveScan(Protocol):
+    """Decay, write and read a row of numbers per channel, token after token."""
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        dt_TD: Tensor,
+        rate_DN: Tensor,
+        b_TN: Tensor,
+        c_TN: Tensor,
+        state_SDN: Tensor,
+        sequences: Sequences,
+    ) -> Tensor: ...
+
+
 class RouterTopk(Protocol):
     """Choose experts: (weights, ids)."""
 

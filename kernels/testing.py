@@ -91,6 +91,7 @@ FOLDERS: Mapping[str, str] = MappingProxyType(
         "attention": "attention",
         "causal_conv": "causal_conv",
         "linear_attention": "linear_attention",
+        "selective_scan": "selective_scan",
         "router_topk": "router_topk",
         "grouped_matmul": "moe",
         "moe": "moe",

@@ -278,7 +278,7 @@ def quiet() -> Iterator[None]:
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
     """Draw every parameter and buffer anew so that each matters to the logits."""
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n)]
+    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n or "expert_bias" in n)]
     for name, value in named:
         noise = torch.randn(value.shape)
         if "norm" in name and name.endswith("weight"):

@@ -130,6 +130,38 @@ def _bailing_hybrid(**more: Any) -> dict[str, Any]:
     )
 
 
+def _lfm2(**more: Any) -> dict[str, Any]:
+    layers = ["conv", "full_attention", "conv"]
+    return llama(**{"model_type": "lfm2", "layer_types": layers, "block_multiple_of": 8, **more})
+
+
+def _mamba(**more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "mamba",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 6,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+def _jamba(**more: Any) -> dict[str, Any]:
+    return llama(
+        **{
+            "model_type": "jamba",
+            "mamba_d_state": 6,
+            "num_experts": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            **more,
+        }
+    )
+
+
 TINY: dict[str, Tiny] = {
     "kimi_linear": Tiny(_kimi_linear(), 70, shards=2),
     "qwen3_next": Tiny(_qwen3_next(), 70, shards=2),
@@ -185,6 +217,22 @@ TINY: dict[str, Tiny] = {
             **rope("default"),
         )
     ),
+    "mamba": Tiny(_mamba()),
+    "falcon_mamba": Tiny(_mamba(model_type="falcon_mamba", use_bias=True, tie_word_embeddings=False), 40),
+    "jamba": Tiny(_jamba(), 40),
+    "jamba-dense": Tiny(_jamba(num_experts=1, mamba_proj_bias=True, mamba_conv_bias=False, mamba_dt_rank=5)),
+    "lfm2": Tiny(_lfm2()),
+    "lfm2-bias": Tiny(_lfm2(conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=True)),
+    "lfm2_moe": Tiny(
+        _lfm2(
+            model_type="lfm2_moe",
+            num_dense_layers=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
+            routed_scaling_factor=1.6,
+        )
+    ),
     "minimax": Tiny(_minimax(), 70),
     "minimax-window": Tiny(_minimax(head_dim=12, sliding_window=9, hidden_act="gelu"), 40),
     "nemotron_h": Tiny(_nemotron_h("linear_attention", "moe", "full_attention", "mlp"), 70),
@@ -205,6 +253,11 @@ MESHES: dict[str, tuple[str, ...]] = {
     "granitemoehybrid": ("tp2 ep2",),
     "bailing_hybrid": ("tp2 ep2",),
     "olmo_hybrid": ("tp2",),
+    "mamba": ("tp2",),
+    "falcon_mamba": ("pp2",),
+    "jamba": ("tp2 ep2",),
+    "lfm2": ("tp2",),
+    "lfm2_moe": ("tp2 ep2",),
     "minimax": ("tp2", "pp2 ep2"),
     "nemotron_h": ("tp2", "pp2 ep2"),
 }

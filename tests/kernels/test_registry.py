@@ -24,6 +24,7 @@ PROTOCOLS = {
     "selective_attention": signatures.SelectiveAttention,
     "causal_conv": signatures.CausalConv,
     "linear_attention": signatures.LinearAttention,
+    "selective_scan": signatures.SelectiveScan,
     "router_topk": signatures.RouterTopk,
     "grouped_matmul": signatures.GroupedMatmul,
     "moe": signatures.Moe,

@@ -1,4 +1,4 @@
-"""Readings that families with Mamba 2 blocks share. No family stands here."""
+"""Readings that families with Mamba blocks share. No family stands here."""
 
 from __future__ import annotations
 
@@ -78,8 +78,18 @@ MAMBA2_RULES: tuple[WeightRule, ...] = (
     rule(_B + "norm.weight", _P + "norm.weight"),
     *(rule(f"{_B}out_proj.{kind}", f"{_P}o.{kind}") for kind in ("weight", "bias")),
 )
+MAMBA_RULES: tuple[WeightRule, ...] = (
+    *(rule(f"{_B}in_proj.{kind}", f"{_P}x.{kind}", f"{_P}z.{kind}") for kind in ("weight", "bias")),
+    *(rule(f"{_B}conv1d.{kind}", f"{_P}conv.{kind}") for kind in ("weight", "bias")),
+    *(rule(f"{_B}dt_proj.{kind}", f"{_P}dt.{kind}") for kind in ("weight", "bias")),
+    rule(_B + "x_proj.weight", _P + "select.weight"),
+    *(rule(f"{_B}{part}_layernorm.weight", f"{_P}{part}_norm.weight") for part in ("dt", "b", "c")),
+    rule(_B + "A_log", _P + "decay"),
+    rule(_B + "D", _P + "d"),
+    *(rule(f"{_B}out_proj.{kind}", f"{_P}o.{kind}") for kind in ("weight", "bias")),
+)
 BACKBONE: tuple[WeightRule, ...] = (  # names of the first Mamba releases
-    rule("(backbone|model).embeddings.weight", "embed.weight"),
+    rule("(backbone|model).(embeddings|embedding).weight", "embed.weight"),
     rule("(backbone|model).norm_f.weight", "norm.weight"),
     rule("lm_head.weight", "head.weight"),
     rule("(backbone|model).layers.{i}.norm.weight", "layers.{i}.mixer_norm.weight"),

@@ -12,14 +12,18 @@ from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import Attention
 from firstlight.engine.model.layers.gated_delta import GatedDelta
 from firstlight.engine.model.layers.lightning import Lightning
+from firstlight.engine.model.layers.mamba import Mamba
 from firstlight.engine.model.layers.mamba2 import Mamba2
 from firstlight.engine.model.layers.mla import MLA
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.moe import MoE
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
+from firstlight.engine.model.layers.short_conv import ShortConv
 
 MIXERS = {  # one line a block
+    specs.Mamba: Mamba,
+    specs.ShortConv: ShortConv,
     specs.Lightning: Lightning,
     specs.Attention: Attention,
     specs.GatedDelta: GatedDelta,

@@ -19,6 +19,7 @@ from firstlight.engine.model.spec.compressed import CompressedAttention, Compres
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import Blend, FeedForward, LayerSpec, Mixer
 from firstlight.engine.model.spec.lightning import Lightning
+from firstlight.engine.model.spec.mamba import Mamba
 from firstlight.engine.model.spec.mamba2 import Mamba2
 from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.mlp import MLP
@@ -29,6 +30,7 @@ from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
 from firstlight.engine.model.spec.residual import AttentionResidual, HyperConnections, Residual
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
+from firstlight.engine.model.spec.short_conv import ShortConv
 from firstlight.engine.model.spec.tower import AxialRope, DeepFeatures, GridPositions, PatchTower, Shape
 from firstlight.engine.model.spec.vision import Projector, VisionSpec, pictures_of_rows
 
@@ -60,6 +62,7 @@ __all__ = [
     "LayerSpec",
     "Lightning",
     "LinearStep",
+    "Mamba",
     "Mamba2",
     "MergeStep",
     "MergedProjector",
@@ -79,6 +82,7 @@ __all__ = [
     "Router",
     "Scope",
     "Shape",
+    "ShortConv",
     "SpanIndexer",
     "StateTensor",
     "Step",

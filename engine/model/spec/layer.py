@@ -10,6 +10,7 @@ from firstlight.engine.model.spec.attention import Attention
 from firstlight.engine.model.spec.cache import CacheSpec
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.lightning import Lightning
+from firstlight.engine.model.spec.mamba import Mamba
 from firstlight.engine.model.spec.mamba2 import Mamba2
 from firstlight.engine.model.spec.mla import MLA
 from firstlight.engine.model.spec.mlp import MLP
@@ -18,8 +19,9 @@ from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rope import Rope
+from firstlight.engine.model.spec.short_conv import ShortConv
 
-Mixer = Attention | MLA | GatedDelta | Mamba2 | Lightning
+Mixer = Attention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba
 
 
 FeedForward = MLP | MoE
