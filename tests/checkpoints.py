@@ -278,8 +278,14 @@ def quiet() -> Iterator[None]:
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
     """Draw every parameter and buffer anew so that each matters to the logits."""
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n or "expert_bias" in n)]
+    named = [
+        *model.named_parameters(),
+        *((n, b) for n, b in model.named_buffers() if n.endswith(("correction_bias", "expert_bias", "tid2eid"))),
+    ]
     for name, value in named:
+        if not value.is_floating_point():  # a table of experts: some of them, each once
+            value.copy_(torch.rand(value.shape[0], model.config.n_routed_experts).argsort(dim=1)[:, : value.shape[1]])
+            continue
         noise = torch.randn(value.shape)
         if "norm" in name and name.endswith("weight"):
             value.copy_((0.0 if "gemma" in type(model).__name__.lower() else 1.0) + 0.3 * noise)

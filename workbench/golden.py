@@ -83,14 +83,15 @@ class Golden:
     def check(self, spec: ModelSpec) -> tuple[Finding, ...]:
         """Hold the shapes against the model's; refused where they differ. Returns what is worth knowing."""
         widths = {"logits": (spec.vocab_size, "vocabulary"), "image_features": (spec.hidden, "hidden width")}
+        widths |= {f"hidden.{i}": (spec.hidden_width(i), "hidden width") for i in range(spec.num_layers + 1)}
         for name, value in self.outputs.items():
             if name == "generated":
                 continue
-            width, what = widths.get(name, (spec.hidden, "hidden width"))
+            if name not in widths:
+                _refuse(self.source, name, f"hidden.0 to hidden.{spec.num_layers}", name)
+            width, what = widths[name]
             if value.shape[-1] != width:
                 _refuse(self.source, name, f"{what} {width} in the last dim", str(list(value.shape)))
-            if name.startswith("hidden.") and int(name[7:]) > spec.num_layers:
-                _refuse(self.source, name, f"hidden.0 to hidden.{spec.num_layers}", name)
         if self.pictures and spec.vision is None:
             names = ", ".join(self.pictures)
             _refuse(self.source, names, "no picture tensors: this model has no vision tower", names)
@@ -145,6 +146,9 @@ def _output(source: str, name: str, value: NDArray[Any], ids: NDArray[Any]) -> N
         if value.ndim < 2:
             _refuse(source, name, "float32 [n, hidden]", _form(value))
         return value.reshape(-1, value.shape[-1]).astype(np.float32)
+    if value.ndim == 4 and name.startswith("hidden."):  # several residual streams: behind one another, or one of equals
+        same = (value == value[:, :, :1]).all()
+        value = value[:, :, 0] if same else value.reshape(*value.shape[:2], -1)
     if value.ndim != 3 or value.shape[:2] != ids.shape:
         _refuse(source, name, f"float32 [{ids.shape[0]}, {ids.shape[1]}, width]", _form(value))
     return value.astype(np.float32, copy=False)

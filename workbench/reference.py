@@ -148,6 +148,12 @@ class Reference:
 
     def _greedy(self, tensors: Mapping[str, Tensor], steps: int) -> NDArray[Any]:
         mask = tensors.get("attention_mask")
+        if mask is not None and set(tensors) == {"input_ids", "attention_mask"} and not bool(mask.all()):
+            # padding is nothing to a sequence, but DeepSeek-V4 compresses it like the rest: each row alone, without
+            rows = [
+                {"input_ids": row[real != 0].unsqueeze(0)} for row, real in zip(tensors["input_ids"], mask, strict=True)
+            ]
+            return np.concatenate([self._greedy(row, steps) for row in rows])
         if mask is not None and bool((mask[:, -1] == 0).any()):  # generation continues from the end: padding goes left
             tensors = {**tensors, **_left_padded(tensors["input_ids"], mask)}
             tensors = _with_types(self._model, {n: t for n, t in tensors.items() if n not in TYPE_NAMES})
@@ -275,6 +281,8 @@ def replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
     def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         own = args[0] if args else kwargs["hidden_states"]
         given = states.to(own.dtype)
+        if given.dim() < own.dim():  # several residual streams: behind one another, or all alike
+            given = given.view_as(own) if given.numel() == own.numel() else given.unsqueeze(2).expand_as(own)
         return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
     return hook

@@ -173,11 +173,8 @@ class Layouts:
 
     def _layer_cache(self, index: int, tp: int) -> tuple[int, int]:
         cache = self.spec.layers[index].cache()
-        per_token = sum(tensor.local_heads(tp) * tensor.dim for tensor in cache.tensors) * self.element_bytes
-        state = cache.state_bytes(self.element_bytes, tp)
-        if cache.window is not None and not self.full_window:
-            return 0, per_token * min(cache.window, self.context) + state
-        return per_token * self.context, state
+        grows, windows = cache.elements(self.context, tp, self.full_window)
+        return grows * self.element_bytes, windows * self.element_bytes + cache.state_bytes(self.element_bytes, tp)
 
     def _all_shapes(self, most: int) -> dict[int, list[Shape]]:
         """Shapes of one replica that the constraints allow, by devices; wide tp first, but within a node."""

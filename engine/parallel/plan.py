@@ -10,7 +10,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
-from firstlight.engine.model.spec import CacheSpec, ModelSpec, MoE
+from firstlight.engine.model.spec import CacheSpec, ModelSpec
 from firstlight.engine.parallel.census import Kind, census, census_by
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.hardware import Cluster
@@ -33,6 +33,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_sequence: int
+    convolution_bytes_per_sequence: int
     by_role: dict[str, int]
 
 
@@ -77,8 +78,9 @@ def totals(spec: ModelSpec, stored: StoredFormat, cache_dtype: str = "BF16") -> 
         active_parameters=active_parameters(spec),
         mtp_parameters=sum(param.elements for param in extra),
         checkpoint_bytes=held + sum(stored.nbytes(param, param.shape) for param in extra),
-        kv_bytes_per_token=sum(cache.elements_per_token for cache in caches if cache.window is None) * element,
+        kv_bytes_per_token=sum(cache.elements_per_token for cache in caches) * element,
         state_bytes_per_sequence=sum(_state_bytes(cache, element) for cache in caches),
+        convolution_bytes_per_sequence=sum(cache.waiting_bytes(element) for cache in caches),
         by_role=by_role,
     )
 
@@ -88,9 +90,9 @@ def _tied_head(spec: ModelSpec, kind: Kind) -> bool:
 
 
 def _state_bytes(cache: CacheSpec, element: int) -> int:
-    """What a layer keeps however long the sequence grows: a full window, and recurrent state."""
-    window = cache.elements_per_token * cache.window * element if cache.window else 0
-    return window + cache.state_bytes(element)
+    """What a layer keeps however long the sequence grows: a full window, and what it remembers."""
+    _, windows = cache.elements(1 << 62)
+    return windows * element + cache.state_bytes(element) - cache.waiting_bytes(element)
 
 
 def active_parameters(spec: ModelSpec) -> int:
@@ -102,8 +104,8 @@ def active_parameters(spec: ModelSpec) -> int:
         if kind.param.expert is None:
             count += kind.elements
             continue
-        ffn = spec.layers[kind.param.layer].ffn
-        assert isinstance(ffn, MoE)
+        ffn = spec.layers[kind.param.layer].experts
+        assert ffn is not None
         count += kind.elements // ffn.num_experts * ffn.router.top_k
     return count
 

@@ -104,7 +104,10 @@ class KVCache:
         from firstlight.engine.weights.loader import TORCH_DTYPES
 
         return [
-            [((num_pages, t.local_heads(self._tp), page_size, t.dim), self._dtype) for t in spec.tensors]
+            [
+                ((num_pages, t.local_heads(self._tp), -(-page_size // t.every), t.dim), self._dtype)
+                for t in spec.tensors
+            ]
             + [
                 ((num_slots, *s.local_shape(self._tp)), TORCH_DTYPES[s.dtype] if s.dtype else self._dtype)
                 for s in spec.states
@@ -117,8 +120,8 @@ class KVCache:
 
 
 def cache_bytes_per_token(specs: Iterable[CacheSpec], tp: int, itemsize: int) -> int:
-    """Bytes that one token takes in the cache of the given layers on one rank."""
-    return sum(t.local_heads(tp) * t.dim * itemsize for spec in specs for t in spec.tensors)
+    """Bytes that one token takes in the cache of the given layers on one rank; shared entries are rounded up."""
+    return sum(-(-t.local_heads(tp) * t.dim // t.every) * itemsize for spec in specs for t in spec.tensors)
 
 
 def state_bytes_per_sequence(specs: Iterable[CacheSpec], tp: int, itemsize: int) -> int:

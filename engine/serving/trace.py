@@ -18,6 +18,8 @@ from torch import Tensor
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.batch import Embedding, ForwardBatch
+from firstlight.engine.model.build import Model
+from firstlight.engine.model.foreign import ForeignModel, ForeignVision
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.batch import Surroundings, forward_batch, place_features, tensors_of
 from firstlight.engine.serving.boot import Rank
@@ -31,7 +33,8 @@ class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `input_ids` and `attention_mask` [B, T]; `images` under the vendor's names. `inputs` maps hidden.i to the input
     [B, T, H] of layer i (teacher forcing), empty for a free run. `layers` [first, last) limits what comes back (None:
-    all). `blocks`: also what each layer's mixer adds, as `layers.i.mixer`.
+    all). `blocks`: also what each layer's mixer adds, as `layers.i.mixer`. `steps`: also a greedy continuation, of a
+    foreign model that is given pictures.
     """
 
     input_ids: Array
@@ -40,6 +43,7 @@ class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     inputs: Arrays = {}
     layers: tuple[int, int] | None = None
     blocks: bool = False
+    steps: int = 0
 
 
 def trace_command(
@@ -92,6 +96,8 @@ def trace_command(
 def check_images(spec: ModelSpec, images: Mapping[str, np.ndarray], placeholders: int) -> None:
     """Refuses (bad-image) tensors that the tower does not take, or a number of placeholders that they do not fill."""
     vision = spec.vision
+    if isinstance(vision, ForeignVision):
+        return
     if vision is None or not images:
         if images or placeholders:
             found = f"{len(images)} picture tensors, {placeholders} placeholder tokens"
@@ -107,6 +113,8 @@ def check_images(spec: ModelSpec, images: Mapping[str, np.ndarray], placeholders
 
 def run_trace(rank: Rank, command: TraceCommand) -> Arrays:
     """This rank's share of the outcome, float32 [L, ...] over its replica's rows; empty where another has the same."""
+    if not isinstance(rank.model, Model):
+        return _foreign(rank.model, command)
     at = rank.mesh.coordinates(rank.rank)
     speaks = at.tp == at.ep == at.sp == 0
     rows = _rows(command)[at.dp :: rank.mesh.dp]
@@ -123,6 +131,22 @@ def run_trace(rank: Rank, command: TraceCommand) -> Arrays:
     return {name: Array.of(value.float().cpu().numpy()) for name, value in shown.items()}
 
 
+def _foreign(model: ForeignModel, command: TraceCommand) -> Arrays:
+    """The same of a model that shows itself."""
+    mask = command.attention_mask.numpy()
+    inputs = {"input_ids": command.input_ids.numpy(), "attention_mask": mask}
+    pictures = {name: array.numpy() for name, array in command.images.items()}
+    given = {name: array.numpy() for name, array in command.inputs.items()}
+    found = model.trace(inputs | pictures, given, command.steps)
+    low, high = command.layers or (0, model.spec.num_layers)
+    shown = {}
+    for name, value in found.items():
+        index = _index(name)
+        if index is None or low <= index <= high:
+            shown[name] = Array.of(value if name in ("image_features", "generated") else value[mask == 1])
+    return shown
+
+
 def assemble(command: TraceCommand, mesh_dp: int, shares: Sequence[tuple[int, Arrays]]) -> dict[str, np.ndarray]:
     """Rank 0: the shares of all ranks (with their replica) as padded arrays [B, T, ...]; zeros at padding."""
     rows = _rows(command)
@@ -131,7 +155,7 @@ def assemble(command: TraceCommand, mesh_dp: int, shares: Sequence[tuple[int, Ar
     for replica, arrays in shares:
         for name, array in arrays.items():
             flat = array.numpy()
-            if name == "image_features":
+            if name in ("image_features", "generated"):
                 merged.setdefault(name, flat)
                 continue
             padded = merged.setdefault(name, np.zeros((batch, length, flat.shape[-1]), dtype=np.float32))

@@ -171,7 +171,7 @@ class _Book:
         if not match.rule.stacked and len(match.params) == 1 and self._whole(tensor, match):
             return
         filled = self._fill(tensor, match, None) if sound else self._broken(tensor, match)
-        if filled and sound and tensor.dtype not in FLOATS:
+        if filled and sound and not _is_plain(tensor, self.params.get(filled[0])):
             self._wrong(("unsupported-format", "", ", ".join(sorted(FLOATS)), tensor.dtype), tensor, filled[0])
 
     def enter_packed(self, main: TensorInfo, packed: Packed, match: Match | None) -> None:
@@ -235,7 +235,7 @@ class _Book:
         shape = tensor.shape if packed is None else packed.shape
         if param is None or name in self.sources or match.rule.transpose:
             return False
-        if packed is None and tensor.dtype not in FLOATS:
+        if packed is None and not _is_plain(tensor, param):
             return False
         if packed is None and match.rule.unpad and _is_longer(shape, param.shape):
             self.padded[tensor.name] = param.shape[0]
@@ -345,6 +345,11 @@ class _Book:
             findings=tuple(self.findings),
             fills=self.fills,
         )
+
+
+def _is_plain(tensor: TensorInfo, param: Param | None) -> bool:
+    """Whether a tensor is read as it is: floats, or the whole numbers of a table."""
+    return tensor.dtype in FLOATS or (param is not None and param.dtype == "I64" and tensor.dtype in ("I64", "I32"))
 
 
 def _is_longer(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

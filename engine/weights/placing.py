@@ -22,7 +22,13 @@ from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.memory import aligned, writable_bytes
 from firstlight.engine.weights.source import Region
 
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,  # tables
+}
 STORED_DTYPES = {
     **TORCH_DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -33,7 +39,6 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
     "I32": torch.int32,
-    "I64": torch.int64,
 }
 STAGING_BYTES = 16 << 20  # of one step: what is read and, beside it, the numbers that come out of it
 Read = tuple[str, int, memoryview]

@@ -94,7 +94,7 @@ class Direct:
 
     def fresh(self, spec: CacheSpec, pages: int, page_size: int) -> tuple[torch.Tensor, ...]:
         tp = self.comms.tp.size
-        paged = [torch.zeros(pages, one.local_heads(tp), page_size, one.dim) for one in spec.tensors]
+        paged = [torch.zeros(pages, one.local_heads(tp), -(-page_size // one.every), one.dim) for one in spec.tensors]
         return (*paged, *(torch.zeros(pages, *state.local_shape(tp)) for state in spec.states))
 
 

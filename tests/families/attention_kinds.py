@@ -99,6 +99,39 @@ TINY: dict[str, Tiny] = {
         )
     ),
     "deepseek_v32": Tiny(_sparse("deepseek_v32", n_group=4, topk_group=2), 40),
+    "deepseek_v4": Tiny(
+        _kind(
+            "deepseek_v4",
+            num_hidden_layers=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            q_lora_rank=24,
+            o_groups=2,
+            o_lora_rank=12,
+            sliding_window=7,
+            layer_types=[
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 8},
+            mlp_layer_types=["hash_moe", "moe", "hash_moe", "moe"],
+            moe_intermediate_size=20,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            routed_scaling_factor=1.7,
+            index_n_heads=8,
+            index_head_dim=12,
+            index_topk=3,
+            hc_mult=3,
+            hc_sinkhorn_iters=4,
+            swiglu_limit=1.5,
+            max_position_embeddings=1024,
+            **rope("yarn", factor=16.0, original_max_position_embeddings=64),
+        ),
+        40,
+    ),
     "glm_moe_dsa": Tiny(
         _sparse(
             "glm_moe_dsa",
@@ -232,6 +265,7 @@ TINY: dict[str, Tiny] = {
 }
 MESHES: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("tp2 ep2",),
+    "deepseek_v4": ("tp2 ep2", "pp2"),
     "deepseek_v32": ("tp2", "pp2 ep2"),
     "glm4_moe": ("tp2 ep2", "pp2"),
     "glm_moe_dsa": ("tp2", "pp2 ep2"),  # the cut is between a layer that chooses and one that takes its choice
@@ -244,4 +278,4 @@ MESHES: dict[str, tuple[str, ...]] = {
     "phi": ("tp2 pp2",),
     "phi3": ("tp2",),
 }
-STEPPED = ("deepseek_v32", "glm_moe_dsa", "gemma3", "gpt2", "llama4", "ministral3", "olmo3")
+STEPPED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "gemma3", "gpt2", "llama4", "ministral3", "olmo3")

@@ -56,9 +56,9 @@ def rope(
     among the parameters that the family reads itself.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if kind is not None and isinstance(new.get(kind), Mapping):
-        new = new[kind]
-    base = config.get("rope_theta")
+    by_kind = kind is not None and isinstance(new.get(kind), Mapping)
+    new = new[kind] if by_kind else new
+    base = None if by_kind else config.get("rope_theta")
     named = new.get("rope_theta")
     if base is not None and named is not None and float(base) != float(named):
         config.warn(
@@ -221,17 +221,19 @@ def decoder(
     norm: Norm | None = None,
     norms: tuple[str, ...] = PRE,
     layer: Mapping[str, Any] | None = None,
+    count: int | None = None,
     tie_default: bool = False,
     **fields: Any,
 ) -> ModelSpec:
     """A decoder: `mixer(i)` and `ffn(i)` describe layer i. Everything else comes from the usual keys.
 
-    `norms` are the places of a layer that have `norm`; `layer` are further fields of every layer.
+    `norms` are the places of a layer that have `norm`; `layer` are further fields of every layer. `count` is the number
+    of layers where the usual key does not say it.
     """
     norm = norm or rms(config)
     layers = tuple(
         LayerSpec(mixer=mixer(index), ffn=ffn(index), **{**dict.fromkeys(norms, norm), **(layer or {})})
-        for index in range(config.size("num_hidden_layers"))
+        for index in range(count or config.size("num_hidden_layers"))
     )
     values: dict[str, Any] = {
         "family": family,

@@ -13,6 +13,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.foreign import Foreign, ForeignSpec
 from firstlight.engine.model.rules import Matcher, Part, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
 
@@ -84,6 +85,7 @@ class Families(Mapping[str, Family]):
         self._families: dict[str, Family] = {}
         for module in modules:
             self.register(importlib.import_module(f"firstlight.engine.model.families.{module}").FAMILY)
+        self.foreign: Foreign | None = None
 
     def register(self, family: Family) -> Family:
         """Adds a family, or replaces one of the same model types (a draft that has grown)."""
@@ -120,8 +122,22 @@ class Families(Mapping[str, Family]):
             )
         return self._families[model_type]
 
+    def fall_back(self, provider: Foreign | None) -> None:
+        """What no family knows is asked of `provider` from now on; None: it is refused."""
+        self.foreign = provider
+
+    def _from_elsewhere(self, raw: Mapping[str, Any]) -> ForeignSpec | None:
+        if self.foreign is None or (raw.get("model_type") in self._families and not self.foreign.always):
+            return None
+        return self.foreign.describe(raw)
+
     def describe(self, raw: Mapping[str, Any]) -> tuple[ModelSpec, Matcher]:
-        """The spec of a raw `config.json`, what was odd in it among its findings, and the matcher of tensor names."""
+        """The spec of a raw `config.json`, what was odd in it among its findings, and the matcher of tensor names.
+
+        A `ForeignSpec`, and no rules, where another's modules compute.
+        """
+        if (foreign := self._from_elsewhere(raw)) is not None:
+            return foreign, Matcher(())
         config = Config(raw)
         family = self.of(config)
         spec = self._spec(family, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import Attention
+from firstlight.engine.model.layers.compressed import CompressedAttention
 from firstlight.engine.model.layers.gated_delta import GatedDelta
 from firstlight.engine.model.layers.lightning import Lightning
 from firstlight.engine.model.layers.mamba import Mamba
@@ -26,6 +28,7 @@ MIXERS = {  # one line a block
     specs.ShortConv: ShortConv,
     specs.Lightning: Lightning,
     specs.Attention: Attention,
+    specs.CompressedAttention: CompressedAttention,
     specs.GatedDelta: GatedDelta,
     specs.Mamba2: Mamba2,
     specs.MLA: MLA,
@@ -50,6 +53,8 @@ class Layer:
         self._streams = (
             TOPOLOGIES[type(spec.residual)](spec.residual, weights.into("residual"), index) if spec.residual else None
         )
+        self._parts = [Layer(part, weights.into(f"parts.{i}"), index) for i, part in enumerate(spec.parts)]
+        self._shortcut = MoE(spec.shortcut, weights.into("shortcut")) if spec.shortcut else None
         self._run = self._choose()
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
@@ -59,6 +64,8 @@ class Layer:
         return x_TH
 
     def _choose(self) -> Callable[[Tensor, ForwardBatch, tuple[Tensor, ...]], Tensor]:
+        if self._parts:
+            return self._part_by_part
         if self._streams is not None:
             return self._through_planes
         if self.spec.parallel:
@@ -70,14 +77,35 @@ class Layer:
         return self._alone
 
     def _one_after_another(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        x_TH, seen_TH = self.up_to_ffn(x_TH, batch, cache)
+        return x_TH + self.from_ffn(seen_TH, batch)
+
+    def _part_by_part(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        quiet, joins_TH = replace(batch, tap=None), None
+        for part in self._parts:
+            count = len(part.spec.cache().tensors)
+            own, cache = cache[:count], cache[count:]
+            if part is self._parts[0] and self._shortcut is not None:
+                x_TH, seen_TH = part.up_to_ffn(x_TH, quiet, own)
+                joins_TH = self._shortcut(seen_TH, quiet)
+                x_TH = x_TH + part.from_ffn(seen_TH, quiet)
+            else:
+                x_TH = part(x_TH, quiet, own)
+        return x_TH if joins_TH is None else x_TH + joins_TH
+
+    def up_to_ffn(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """(the stream behind the mixer, what the feed-forward reads of it)."""
         mixed_TH = self._mixed(x_TH, batch, cache)
         if self._ffn_norm is None:
             x_TH = x_TH + mixed_TH
-            normed_TH = x_TH
-        else:
-            normed_TH, x_TH = self._ffn_norm.after_add(mixed_TH, x_TH)
+            return x_TH, x_TH
+        normed_TH, x_TH = self._ffn_norm.after_add(mixed_TH, x_TH)
+        return x_TH, normed_TH
+
+    def from_ffn(self, normed_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        """What the feed-forward adds, given what it reads."""
         assert self._ffn is not None
-        return x_TH + self._onto_residual(self._ffn(normed_TH, batch), self._post_ffn_norm)
+        return self._onto_residual(self._ffn(normed_TH, batch), self._post_ffn_norm)
 
     def _side_by_side(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         return x_TH + self._mixed(x_TH, batch, cache) + self._fed(x_TH, batch)
@@ -108,8 +136,8 @@ class Layer:
         if self._ffn is not None:
             blocks.append(("ffn", lambda seen_TH: self._fed(seen_TH, batch)))
         for site, block in blocks:
-            seen_TH, x_TPH = streams.read(x_TPH, site)
-            x_TPH = streams.write(x_TPH, block(seen_TH), site)
+            seen_TH, join = streams.read(x_TPH, site)
+            x_TPH = join(block(seen_TH))
         return x_TPH
 
     def _mixed(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:

@@ -1,33 +1,36 @@
 """Residual topologies: how a block reads the planes that flow between layers, and how its output joins them.
 
-A topology has `read(planes, site)`, what the mixer or the feed-forward (`site`) sees, and `write(planes, out, site)`;
-`Ends` makes planes of the embedding and one stream of the planes. Legend: T tokens, P planes, H hidden.
+A topology's `read(planes, site)` gives what the mixer or the feed-forward (`site`) sees, and how its output joins the
+planes; `Ends` makes planes of the embedding and one stream of the planes.
+
+Legend: T tokens, P planes, H hidden, S = P H all planes of a token behind one another, R shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.layers.access import Access
 
 Site = Literal["mixer", "ffn"]
+Join = Callable[[Tensor], Tensor]
+"""A block's output [T, H] -> the planes [T, P, H] with it in them."""
 
 
 class Topology(Protocol):
     """The residual streams around one layer."""
 
-    def read(self, x_TPH: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-        """(what the block sees [T, H], the planes that it will be written to)."""
-
-    def write(self, x_TPH: Tensor, out_TH: Tensor, site: Site) -> Tensor:
-        """The planes with the block's output in them."""
+    def read(self, x_TPH: Tensor, site: Site) -> tuple[Tensor, Join]:
+        """(what the block sees [T, H], how its output joins)."""
 
     def shown(self, x_TPH: Tensor) -> Tensor:
-        """What stands for the layer's output in comparisons, [T, H]."""
+        """What stands for the layer's output in comparisons: [T, H], or all planes [T, S]."""
 
 
 class Ends(Protocol):
@@ -61,14 +64,11 @@ class AttentionResidual:
         self._reads = {site: _Reader(spec.eps, weights.into(f"{site}_read")) for site in ("mixer", "ffn")}
         self._starts_span = layer % spec.block_size == 0
 
-    def read(self, x_TPH: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+    def read(self, x_TPH: Tensor, site: Site) -> tuple[Tensor, Join]:
         seen_TH = self._reads[site](x_TPH)
         if site == "mixer" and self._starts_span:  # the sum so far is done: a new one begins at nothing
             x_TPH = torch.cat((x_TPH, torch.zeros_like(x_TPH[:, :1])), dim=1)
-        return seen_TH, x_TPH
-
-    def write(self, x_TPH: Tensor, out_TH: Tensor, site: Site) -> Tensor:
-        return torch.cat((x_TPH[:, :-1], (x_TPH[:, -1] + out_TH).unsqueeze(1)), dim=1)
+        return seen_TH, lambda out_TH: torch.cat((x_TPH[:, :-1], (x_TPH[:, -1] + out_TH).unsqueeze(1)), dim=1)
 
     def shown(self, x_TPH: Tensor) -> Tensor:
         return x_TPH[:, -1]
@@ -88,5 +88,67 @@ class AttentionResidualEnds:
         return self._read(x_TPH)
 
 
-TOPOLOGIES = {specs.AttentionResidual: AttentionResidual}  # one line a topology
-ENDS = {specs.AttentionResidual: AttentionResidualEnds}
+class _Shares:
+    """Numbers that the streams give by one small projection of all of them, RMS-normalised together; in float32."""
+
+    def __init__(self, norm_eps: float, weights: Access, sizes: tuple[int, ...]) -> None:
+        self._norm_eps, self._sizes = norm_eps, sizes
+        self._project_RS, self._base_R = weights.tensor("project").float(), weights.tensor("base").float()
+        self._scale_R = weights.tensor("scale").float().repeat_interleave(torch.tensor(sizes))
+
+    def __call__(self, x_TPH: Tensor) -> tuple[Tensor, ...]:
+        x_TS = x_TPH.flatten(1).float()
+        x_TS = x_TS * torch.rsqrt(x_TS.square().mean(-1, keepdim=True) + self._norm_eps)
+        return (F.linear(x_TS, self._project_RS) * self._scale_R + self._base_R).split(self._sizes, dim=-1)
+
+
+class HyperConnections:
+    """Streams mixed by a doubly stochastic matrix around every block; see the spec of the same name."""
+
+    def __init__(self, spec: specs.HyperConnections, weights: Access, layer: int) -> None:
+        self.spec = spec
+        sizes = (spec.streams, spec.streams, spec.streams**2)
+        self._shares = {site: _Shares(spec.norm_eps, weights.into(site), sizes) for site in ("mixer", "ffn")}
+
+    def read(self, x_TPH: Tensor, site: Site) -> tuple[Tensor, Join]:
+        spec = self.spec
+        taken_TP, given_TP, mixed_TPP = self._shares[site](x_TPH)
+        taken_TP, given_TP = torch.sigmoid(taken_TP) + spec.eps, 2.0 * torch.sigmoid(given_TP)
+        mixed_TPP = self._balanced(mixed_TPP.unflatten(-1, (spec.streams, spec.streams)))
+        seen_TH = torch.einsum("tp,tph->th", taken_TP, x_TPH.float()).to(x_TPH.dtype)
+        kept_TPH = torch.einsum("tpq,tph->tqh", mixed_TPP.to(x_TPH.dtype), x_TPH)
+        return seen_TH, lambda out_TH: kept_TPH + given_TP.to(out_TH.dtype).unsqueeze(-1) * out_TH.unsqueeze(1)
+
+    def _balanced(self, logits_TPP: Tensor) -> Tensor:
+        """Rows and columns that sum to one, by turns (Sinkhorn-Knopp); columns last."""
+        eps = self.spec.eps
+        shares_TPP = torch.softmax(logits_TPP, dim=-1) + eps
+        shares_TPP = shares_TPP / (shares_TPP.sum(dim=-2, keepdim=True) + eps)
+        for _ in range(self.spec.iterations - 1):
+            shares_TPP = shares_TPP / (shares_TPP.sum(dim=-1, keepdim=True) + eps)
+            shares_TPP = shares_TPP / (shares_TPP.sum(dim=-2, keepdim=True) + eps)
+        return shares_TPP
+
+    def shown(self, x_TPH: Tensor) -> Tensor:
+        return x_TPH.flatten(1)
+
+
+class HyperConnectionsEnds:
+    """Every stream begins as the embedding; the end of the stack reads a mixture."""
+
+    def __init__(self, spec: specs.HyperConnections, weights: Access, is_last: bool) -> None:
+        self.spec = spec
+        self._shares = _Shares(spec.norm_eps, weights.into("read"), (spec.streams,)) if is_last else None
+
+    def enter(self, x_TH: Tensor) -> Tensor:
+        return x_TH.unsqueeze(1).repeat(1, self.spec.streams, 1)
+
+    def leave(self, x_TPH: Tensor) -> Tensor:
+        assert self._shares is not None, "only the last stage leaves the stack"
+        (taken_TP,) = self._shares(x_TPH)
+        taken_TP = torch.sigmoid(taken_TP) + self.spec.eps
+        return torch.einsum("tp,tph->th", taken_TP, x_TPH.float()).to(x_TPH.dtype)
+
+
+TOPOLOGIES = {specs.AttentionResidual: AttentionResidual, specs.HyperConnections: HyperConnections}  # one a topology
+ENDS = {specs.AttentionResidual: AttentionResidualEnds, specs.HyperConnections: HyperConnectionsEnds}

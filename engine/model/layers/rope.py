@@ -23,6 +23,14 @@ def angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     return batch.rotary[rope]
 
 
+def angles_at(rope: Rope, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [T, R / 2] float32, at any positions; for frequencies that no length changes."""
+    assert rope.scaling is None or rope.scaling.kind not in ("dynamic", "longrope")
+    angle_TR = torch.outer(positions_T.float(), frequencies(rope).to(positions_T.device))
+    factor = attention_factor(rope)
+    return angle_TR.cos() * factor, angle_TR.sin() * factor
+
+
 def _angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     if rope.sections and batch.positions_3T is not None:
         return _by_axis(rope, batch.positions_3T)

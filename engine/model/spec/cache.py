@@ -10,15 +10,24 @@ from firstlight.engine.weights.header import DTYPE_BITS
 
 
 class CacheTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of [tokens, heads, dim] that a layer keeps; heads are divided over tp when `divided`."""
+    """One tensor of [tokens, heads, dim] that a layer keeps; heads are divided over tp when `divided`.
+
+    With `every` there is one entry for so many tokens. `window`: of this tensor the last so many tokens matter.
+    """
 
     name: str
     heads: int
     dim: int
     divided: bool
+    every: int = 1
+    window: int | None = None
 
     def local_heads(self, tp: int) -> int:
         return max(1, self.heads // tp) if self.divided else self.heads
+
+    def elements(self, tokens: int, tp: int = 1) -> int:
+        """What so many tokens take on a rank of tp."""
+        return self.local_heads(tp) * self.dim * -(-tokens // self.every)
 
 
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +44,10 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[tuple[int, int], ...] = ()
     dtype: str | None = "F32"
 
+    def nbytes(self, element_bytes: int, tp: int = 1) -> int:
+        """Of one sequence on a rank of tp; `element_bytes` is the cache's."""
+        return math.prod(self.local_shape(tp)) * (DTYPE_BITS[self.dtype] // 8 if self.dtype else element_bytes)
+
     def local_shape(self, tp: int) -> tuple[int, ...]:
         if self.divided is None:
             return self.shape
@@ -46,8 +59,8 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a layer keeps: tensors per token (the last `window` tokens only, if set) and state per sequence.
 
-    A layer is called with these in order: first the paged tensors, [pages, heads, page, dim] each, then the states,
-    [slots, *local shape] each.
+    A layer is called with these in order: first the paged tensors, [pages, heads, page, dim] each (`every` tokens an
+    entry: page / every of them, rounded up), then the states, [slots, *local shape] each.
     """
 
     tensors: tuple[CacheTensor, ...] = ()
@@ -56,11 +69,26 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def elements_per_token(self) -> int:
-        return sum(tensor.heads * tensor.dim for tensor in self.tensors)
+        """What one token more adds, however long the sequence is; shared entries are rounded up."""
+        return sum(-(-one.heads * one.dim // one.every) for one in self.tensors if self._window(one) is None)
+
+    def elements(self, tokens: int, tp: int = 1, full_window: bool = False) -> tuple[int, int]:
+        """(what grows with the sequence, what windows hold) of a sequence of so many tokens on a rank of tp.
+
+        `full_window`: windows are kept like the rest.
+        """
+        windows = [(one, None if full_window else self._window(one)) for one in self.tensors]
+        grows = sum(one.elements(tokens, tp) for one, window in windows if window is None)
+        held = sum(one.elements(min(tokens, window), tp) for one, window in windows if window is not None)
+        return grows, held
+
+    def _window(self, tensor: CacheTensor) -> int | None:
+        return self.window if tensor.window is None else tensor.window
 
     def state_bytes(self, element_bytes: int, tp: int = 1) -> int:
         """Bytes of state of one sequence on a rank of tp; `element_bytes` is the cache's."""
-        return sum(
-            math.prod(state.local_shape(tp)) * (DTYPE_BITS[state.dtype] // 8 if state.dtype else element_bytes)
-            for state in self.states
-        )
+        return sum(state.nbytes(element_bytes, tp) for state in self.states)
+
+    def waiting_bytes(self, element_bytes: int) -> int:
+        """Of these, the last inputs of convolutions, which follow the cache's dtype; the rest is what is remembered."""
+        return sum(state.nbytes(element_bytes) for state in self.states if state.dtype is None)

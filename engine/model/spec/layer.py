@@ -8,6 +8,7 @@ import msgspec
 
 from firstlight.engine.model.spec.attention import Attention
 from firstlight.engine.model.spec.cache import CacheSpec
+from firstlight.engine.model.spec.compressed import CompressedAttention
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.lightning import Lightning
 from firstlight.engine.model.spec.mamba import Mamba
@@ -21,7 +22,7 @@ from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rope import Rope
 from firstlight.engine.model.spec.short_conv import ShortConv
 
-Mixer = Attention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba
+Mixer = Attention | CompressedAttention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba
 
 
 FeedForward = MLP | MoE
@@ -38,12 +39,16 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """x += post_mixer_norm(mixer(mixer_norm x)); x += post_ffn_norm(ffn(ffn_norm x)); what is absent is left out.
 
     `parallel`: both read the layer's input, x += mixer(mixer_norm x) + ffn(ffn_norm x); without an `ffn_norm` both read
-    mixer_norm x. `residual` replaces the single
-    stream x by the planes of that topology. What is added is multiplied by `residual_scale` first.
+    mixer_norm x. `residual` replaces the single stream x by the planes of that topology. What is added is multiplied by
+    `residual_scale` first.
+    With `blends`, of mixer and feed-forward, the normed x takes the place of x (MiniMax-01, arXiv 2501.08313).
+
+    A layer of `parts` has nothing of its own but a `shortcut`: experts that read what the first part's feed-forward
+    reads, and whose output joins behind the last part (LongCat-Flash, arXiv 2509.01322).
     """
 
-    mixer: Mixer | None
-    ffn: FeedForward | None
+    mixer: Mixer | None = None
+    ffn: FeedForward | None = None
     mixer_norm: Norm | None = None
     ffn_norm: Norm | None = None
     post_mixer_norm: Norm | None = None
@@ -52,6 +57,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = False
     residual: Residual | None = None
     blends: tuple[Blend, Blend] | None = None
+    parts: tuple[LayerSpec, ...] = ()
+    shortcut: MoE | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
         for name in ("mixer_norm", "ffn_norm", "post_mixer_norm", "post_ffn_norm"):
@@ -64,12 +71,30 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.mixer.parameters(scope.into("mixer"))
         if self.ffn is not None:
             yield from self.ffn.parameters(scope.into("ffn"))
+        for index, part in enumerate(self.parts):
+            yield from part.parameters(scope.into(f"parts.{index}"))
+        if self.shortcut is not None:
+            yield from self.shortcut.parameters(scope.into("shortcut"))
+
+    @property
+    def whole(self) -> tuple[LayerSpec, ...]:
+        """The pairs of mixer and feed-forward in it, in order: itself, or its parts."""
+        return self.parts or (self,)
+
+    @property
+    def experts(self) -> MoE | None:
+        """Its mixture of experts, if it has one."""
+        return self.ffn if isinstance(self.ffn, MoE) else self.shortcut
 
     @property
     def rope(self) -> Rope | None:
-        """The mixer's rotary positions, if it has any."""
-        return getattr(self.mixer, "rope", None)
+        """The first mixer's rotary positions, if it has any."""
+        return getattr(self.whole[0].mixer, "rope", None)
 
     def cache(self) -> CacheSpec:
         """What the layer keeps of the sequences that run."""
-        return CacheSpec() if self.mixer is None else self.mixer.cache()
+        if not self.parts:
+            return CacheSpec() if self.mixer is None else self.mixer.cache()
+        caches = [part.cache() for part in self.parts]
+        assert not any(cache.states for cache in caches), "parts that keep state have no place in the cache's order yet"
+        return CacheSpec(tensors=tuple(one for cache in caches for one in cache.tensors), window=caches[0].window)

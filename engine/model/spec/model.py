@@ -7,6 +7,7 @@ import msgspec
 from firstlight.engine.findings import Finding
 from firstlight.engine.model.spec.anyres import AnyRes
 from firstlight.engine.model.spec.layer import LayerSpec
+from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.moonvit import MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Scope
@@ -90,10 +91,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def chooser(self, layer: int) -> int | None:
         """The layer whose indexer chooses the keys that `layer` attends to; None: it attends to all it sees."""
-        if getattr(self.layers[layer].mixer, "indexer", None) is None:
+        if self._indexer(layer) is None:
             return None
-        indexers = ((i, getattr(self.layers[i].mixer, "indexer", None)) for i in range(layer, -1, -1))
-        return next((i for i, indexer in indexers if indexer is not None and indexer.own), None)
+        return next((i for i in range(layer, -1, -1) if (one := self._indexer(i)) is not None and one.own), None)
+
+    def _indexer(self, layer: int) -> Indexer | None:
+        mixer = self.layers[layer].mixer
+        return mixer.indexer if isinstance(mixer, MLA) else None
 
     def chosen_keys(self, layer: int) -> tuple[int, int] | None:
         """(layer in front of `layer` that chose keys for one at or behind it, keys a token); None: there is no such.
@@ -101,10 +105,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         A pipeline stage that begins at `layer` is handed them.
         """
         for index in range(layer, self.num_layers):
-            owner = self.chooser(index)
-            if owner is not None:
-                return (owner, self.layers[index].mixer.indexer.topk) if owner < layer else None  # type: ignore[union-attr]
+            indexer, owner = self._indexer(index), self.chooser(index)
+            if indexer is not None and owner is not None:
+                return (owner, indexer.topk) if owner < layer else None
         return None
+
+    def hidden_width(self, index: int) -> int:
+        """How wide hidden state `index` is where it is compared: 0 the embedding, i the output of layer i - 1.
+
+        Behind a layer, all planes of a topology that no earlier hidden state holds; elsewhere one stream.
+        """
+        inside = 0 < index < self.num_layers and self.residual is not None and self.residual.shows_planes
+        return self.hidden * (self.stream_shape(index)[0] if inside else 1)
 
     def stream_shape(self, layer: int) -> tuple[int, ...]:
         """What enters `layer` for one token: [hidden], or [planes, hidden]."""

@@ -45,7 +45,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
         if self.correction_bias:
             yield scope.param("correction_bias", num_experts, role="router", dtype="F32")
         if self.hashed:
-            yield scope.param("table", self.hashed, self.top_k, role="router", dtype="I64")
+            yield scope.param("table", self.hashed, self.top_k, role="router", dtype="I64", limit=num_experts)
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,8 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
 
     Parameters that share `storage` lie in one allocation: concatenated along dim 0 in the order declared and, with an
     `expert`, stacked over the rank's experts. `dtype` pins a storage dtype (`F32`); None follows the run. `padding`:
-    rows of zeros that releases store behind it; they are part of the release's figures and never loaded.
+    rows of zeros that releases store behind it; they are part of the release's figures and never loaded. `limit`: what
+    an integer table's numbers stay below.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
     expert: int | None = None
     dtype: str | None = None
     padding: int = 0
+    limit: int = 0
 
     @property
     def home(self) -> str:
@@ -75,6 +77,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
         expert: int | None = None,
         dtype: str | None = None,
         padding: int = 0,
+        limit: int = 0,
     ) -> Param:
         """A parameter of this block. The vision tower is replicated: it is small and runs once a picture."""
         return Param(
@@ -87,4 +90,5 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
             expert=expert,
             dtype=dtype,
             padding=padding,
+            limit=limit,
         )

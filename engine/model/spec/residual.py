@@ -8,6 +8,7 @@ on [tokens, hidden].
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ class AttentionResidual(msgspec.Struct, frozen=True, kw_only=True, tag="attentio
 
     block_size: int
     eps: float
+    shows_planes: ClassVar[bool] = False  # whether a hidden state is all planes
 
     def planes(self, layer: int) -> int:
         """Planes that enter `layer`: spans that were finished before it, and the running sum."""
@@ -49,4 +51,41 @@ class AttentionResidual(msgspec.Struct, frozen=True, kw_only=True, tag="attentio
         yield scope.param("project.weight", 1, scope.hidden, role="norm")
 
 
-Residual = AttentionResidual
+class HyperConnections(msgspec.Struct, frozen=True, kw_only=True, tag="hyper_connections"):
+    """Several streams that every block reads as a mixture and writes to by shares (DeepSeek-V4).
+
+    The shares come from the streams themselves, by one small projection a block; the matrix that mixes the streams
+    with one another is made doubly stochastic by `iterations` of Sinkhorn-Knopp (arXiv 2512.24880).
+    """
+
+    streams: int
+    iterations: int
+    eps: float
+    norm_eps: float
+    shows_planes: ClassVar[bool] = True
+
+    def planes(self, layer: int) -> int:
+        """Planes that enter `layer`: always all streams."""
+        return self.streams
+
+    def sources(self, layer: int) -> tuple[int, ...] | None:
+        """A hidden state holds all streams, one behind the other; hidden state 0 is the embedding, of which each is a
+        copy."""
+        return (layer,)
+
+    def layer_parameters(self, scope: Scope) -> Iterator[Param]:
+        """Of one layer: what mixes and shares around the mixer and around the feed-forward."""
+        for site in ("mixer", "ffn"):
+            yield from self._shares(scope.into(site), (2 + self.streams) * self.streams, 3)
+
+    def end_parameters(self, scope: Scope) -> Iterator[Param]:
+        """Behind the last layer, in front of the final norm."""
+        yield from self._shares(scope.into("read"), self.streams, 1)
+
+    def _shares(self, scope: Scope, rows: int, scales: int) -> Iterator[Param]:
+        yield scope.param("project", rows, self.streams * scope.hidden, role="norm", dtype="F32")
+        yield scope.param("base", rows, role="norm", dtype="F32")
+        yield scope.param("scale", scales, role="norm", dtype="F32")
+
+
+Residual = AttentionResidual | HyperConnections
