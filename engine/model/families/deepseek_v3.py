@@ -63,10 +63,10 @@ def experts(config: Config) -> MoE:
     return mixture(config, sigmoid_router(config), shared=shared_expert(config, width))
 
 
-def with_extra_layers(config: Config, model: ModelSpec, extra: LayerSpec) -> ModelSpec:
-    """The model and its multi-token-prediction layers, each like `extra`."""
+def with_extra_layers(config: Config, model: ModelSpec, extra: LayerSpec, ends: bool = True) -> ModelSpec:
+    """The model and its multi-token-prediction layers, each like `extra`; `ends`: with embedding and head."""
     count = int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)))
-    return msgspec.structs.replace(model, mtp=(extra,) * count)
+    return msgspec.structs.replace(model, mtp=(extra,) * count, mtp_ends=ends)
 
 
 def spec(config: Config) -> ModelSpec:

@@ -59,7 +59,9 @@ def spec(config: Config) -> ModelSpec:
         lambda i: moe if sparse[i] else dense,
         norm=rms(config, eps),
     )
-    return with_extra_layers(config, plain, msgspec.structs.replace(plain.layers[-1], mixer=mixers[True]))
+    return with_extra_layers(
+        config, plain, msgspec.structs.replace(plain.layers[-1], mixer=mixers[True]), model_type == "deepseek_v32"
+    )
 
 
 _NAMES = {"wq_b": "q", "wk": "k", "k_norm": "k_norm", "weights_proj": "weights"}

@@ -126,7 +126,7 @@ def spec(config: Config) -> ModelSpec:
         config, "deepseek_v4", lambda i: mixers[kinds[i]], lambda i: experts[routed[i]], layer={"residual": streams}
     )
     extra = msgspec.structs.replace(plain.layers[-1], mixer=mixers[WINDOW], ffn=experts["moe"])
-    return with_extra_layers(config, plain, extra)
+    return with_extra_layers(config, plain, extra, ends=False)
 
 
 _L, _A, _F = "(model.|)layers.{i}.", "(model.|)layers.{i}.(attn|self_attn).", "(model.|)layers.{i}.(ffn|mlp)."

@@ -40,6 +40,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     vision: Vision | None = None
     mtp: tuple[LayerSpec, ...] = ()
+    mtp_ends: bool = True  # each of them has an embedding and a head of its own
     dtype: str = "BF16"
     findings: tuple[Finding, ...] = ()
 
@@ -66,8 +67,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def mtp_parameters(self) -> tuple[Param, ...]:
         """Parameters of multi-token-prediction layers, stored behind the last layer; they are counted and never loaded.
 
-        Each is a layer with two norms, a projection of [embedding | hidden], a norm and its own copies of embedding
-        and head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        Each is a layer with two norms, a projection of [embedding | hidden], a norm and, with `mtp_ends`, its own
+        copies of embedding and head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
         """
         found: list[Param] = []
         for index, layer in enumerate(self.mtp, start=self.num_layers):
@@ -76,8 +77,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             for name in ("embedding_norm", "hidden_norm", "norm"):
                 found.extend(self.final_norm.parameters(scope.into(name), self.hidden))
             found.append(scope.param("project.weight", self.hidden, 2 * self.hidden, role="router"))
-            found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding"))
-            found.append(scope.param("head.weight", self.vocab_size, self.hidden, role="head"))
+            if self.mtp_ends:
+                found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding"))
+                found.append(scope.param("head.weight", self.vocab_size, self.hidden, role="head"))
         return tuple(found)
 
     @property
