@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from firstlight.engine.model.layers.residual import ENDS
 from firstlight.engine.model.layers.towers import TOWERS
 from firstlight.engine.model.spec import CacheSpec, ModelSpec
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
+from firstlight.engine.weights.residency import Turning
 from firstlight.kernels.registry import Choice
 
 
@@ -24,23 +25,34 @@ class Model:
     """The layers of one rank. `layer_range` [start, stop) are those of its pipeline stage, in global numbers."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Choice) -> None:
-        access = Access(weights.storages, ops)
+        access = Access(weights.storages, ops, cached=weights.experts)
         start, stop = weights.pieces.layers
         self.spec = spec
         self._num_deep = len(getattr(spec.vision, "deep", ()))
         self.layer_range = (start, stop)
         self.dtype = TORCH_DTYPES[weights.pieces.dtype]
-        self.device = next(iter(weights.storages.values())).device
+        self.device = weights.device
         self.is_first, self.is_last = start == 0, stop == spec.num_layers
         self._embed = TokenEmbedding(spec, access) if self.is_first else None
         self._vision = TOWERS[type(spec.vision)](spec.vision, access) if spec.vision and self.is_first else None
-        self._layers = [Layer(spec.layers[i], access.into(f"layers.{i}"), i) for i in range(start, stop)]
+        self._layers = self._layers_over(weights, ops)
         self._choosers = [spec.chooser(i) for i in range(start, stop)]
         self._ends = (
             ENDS[type(spec.residual)](spec.residual, access.into("residual"), self.is_last) if spec.residual else None
         )
         self._norm = Norm(spec.final_norm, access.into("norm")) if self.is_last else None
         self._head = Head(spec, access) if self.is_last else None
+
+    def _layers_over(self, weights: Weights, ops: Choice) -> Sequence[Layer] | Turning[Layer]:
+        """The layers, made once; where their weights come and go, made of what is there when it is their turn."""
+
+        def layer(storages: Mapping[str, Tensor], index: int) -> Layer:
+            access = Access(storages, ops, f"layers.{index}.", weights.experts)
+            return Layer(self.spec.layers[index], access, index)
+
+        if weights.stream is not None:
+            return weights.stream.layers(layer)
+        return [layer(weights.storages, index) for index in range(*self.layer_range)]
 
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:

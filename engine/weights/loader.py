@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from firstlight.engine.weights.memory import Pool, PoolReport
 from firstlight.engine.weights.pages import Pages, aligned
 from firstlight.engine.weights.placing import TORCH_DTYPES, Placing, Step
 from firstlight.engine.weights.readers import Job, read_jobs
+
+if TYPE_CHECKING:
+    from firstlight.engine.weights.expert_cache import ExpertCache
+    from firstlight.engine.weights.residency import LayerStream, ResidencyReport
 
 __all__ = ["TORCH_DTYPES", "LoadProgress", "Weights", "load"]
 
@@ -42,7 +47,8 @@ class Weights:
 
     `bytes_read` exceeds `bytes_needed`, both as stored, where shares of narrow rows are cut out of whole rows.
     `read_s` is the time of reading, cutting and converting; standing still for memory that the system had yet to
-    provide is apart, in `pool`. `origin` says in words how the bytes came.
+    provide is apart, in `pool`. `origin` says in words how the bytes came. Layers or
+    experts that come and go are not among the storages, but in `stream` or `experts`.
     """
 
     storages: dict[str, Tensor]
@@ -53,12 +59,29 @@ class Weights:
     read_s: float
     tied_head: bool
     origin: str = ""
+    stream: LayerStream | None = None
+    experts: ExpertCache | None = None
     pools: tuple[Pool, ...] = field(repr=False, default=())
 
     @property
     def pool(self) -> PoolReport:
         """How the memory is backed now; asking takes the system tens of milliseconds."""
         return self.pools[0].report()
+
+    @property
+    def device(self) -> torch.device:
+        return self.pools[0].device
+
+    def residency(self) -> ResidencyReport | None:
+        """What came and went so far; None where all weights are in memory."""
+        coming = self.stream or self.experts
+        return None if coming is None else coming.report()
+
+    def close(self) -> None:
+        """End what goes on in the background."""
+        for coming in (self.stream, self.experts):
+            if coming is not None:
+                coming.close()
 
     @property
     def nbytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from firstlight.engine.weights.expert_cache import ExpertCache
 from firstlight.kernels.registry import Choice
 from firstlight.kernels.signatures import PreparedLinear
 
@@ -17,12 +18,17 @@ ROW_COUNTS = (1, 16)  # rows a linear layer sees in decode: what implementations
 class Access:
     """The storages below `prefix`, and the operators that were chosen for them."""
 
-    storages: dict[str, Tensor]
+    storages: Mapping[str, Tensor]
     ops: Choice
     prefix: str = ""
+    cached: ExpertCache | None = None
 
     def into(self, name: str) -> Access:
-        return Access(self.storages, self.ops, f"{self.prefix}{name}.")
+        return Access(self.storages, self.ops, f"{self.prefix}{name}.", self.cached)
+
+    def experts(self) -> ExpertCache | None:
+        """Where the experts below this prefix are found, if they are not among the storages."""
+        return self.cached if self.cached is not None and self.cached.has(self.prefix) else None
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.storages

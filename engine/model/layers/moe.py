@@ -22,8 +22,8 @@ class MoE:
     def __init__(self, spec: specs.MoE, weights: Access) -> None:
         self.spec = spec
         self._routing = Routing(spec.router, weights.into("router"))
-        self._gate_up_E2FH = weights.tensor(spec.entry)
-        self._down_EHF = weights.tensor("experts.down")
+        self._cached, self._site = weights.experts(), weights.prefix
+        self._experts = None if self._cached else (weights.tensor(spec.entry), weights.tensor("experts.down"))
         self._gate_up_bias_E2F = weights.maybe(f"{spec.entry}_bias")
         self._down_bias_EH = weights.maybe("experts.down_bias")
         self._latent = _Latent(spec.latent, weights.into("latent")) if spec.latent else None
@@ -49,19 +49,23 @@ class MoE:
 
     def _routed_part(self, x_TZ: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, batch: ForwardBatch) -> Tensor:
         """What this rank's channels of its own experts contribute."""
-        return batch.ops.moe(
-            x_TZ,
-            ids_Tk,
-            weights_Tk,
-            self._gate_up_E2FH,
-            self._down_EHF,
-            self.spec.activation,
-            batch.comms.ep.index * self._gate_up_E2FH.shape[0],
-            self._gate_up_bias_E2F,
-            self._down_bias_EH if batch.comms.tp.index == 0 else None,  # once in the sum over tp
-            self.spec.gated,
-            self.spec.weigh_input,
-        )
+        down_bias_EH = self._down_bias_EH if batch.comms.tp.index == 0 else None  # once in the sum over tp
+        how = (self.spec.gated, self.spec.weigh_input)
+        if self._experts is not None:
+            gate_up_E2FH, down_EHF = self._experts
+            first, biases = batch.comms.ep.index * gate_up_E2FH.shape[0], (self._gate_up_bias_E2F, down_bias_EH)
+            return batch.ops.moe(
+                x_TZ, ids_Tk, weights_Tk, gate_up_E2FH, down_EHF, self.spec.activation, first, *biases, *how
+            )
+        assert self._cached is not None
+
+        def of_slots(slots_Tk: Tensor, held: dict[str, Tensor], expert_C: Tensor) -> Tensor:
+            matrices = held[self.spec.entry], held["experts.down"]
+            biases = [None if one is None else one[expert_C] for one in (self._gate_up_bias_E2F, down_bias_EH)]
+            return batch.ops.moe(x_TZ, slots_Tk, weights_Tk, *matrices, self.spec.activation, 0, *biases, *how)
+
+        first = batch.comms.ep.index * self._cached.experts(self._site)
+        return self._cached.routed(self._site, ids_Tk, first, of_slots)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""

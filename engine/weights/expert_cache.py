@@ -1,0 +1,266 @@
+"""Experts in memory on demand: as many as a budget holds, and of those the ones that were used last.
+
+Legend: T tokens, k chosen experts, C experts that have room, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.loader import TORCH_DTYPES, Filling
+from firstlight.engine.weights.memory import Pool
+from firstlight.engine.weights.pages import aligned
+from firstlight.engine.weights.residency import STAGING_BYTES, ResidencyReport, too_small, zero_padding
+
+# Slot numbers [T, k], tensors of slots [C, ...] by name, the expert in each slot [C] -> what they contribute.
+Call = Callable[[Tensor, dict[str, Tensor], Tensor], Tensor]
+Signature = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+def is_expert(storage: Storage) -> bool:
+    """Whether a storage holds matrices of experts, one behind the other along dim 0; biases are small and stay."""
+    return storage.role == "expert" and len(storage.shape) == 3 and ".experts." in f".{storage.name}"
+
+
+class ExpertCache:
+    """Experts of all layers of a rank in slots, the least recently used one leaving first.
+
+    Layers whose experts have equal shapes share their slots; slots are dealt out to the others by their size.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        pieces: RankPieces,
+        device: torch.device,
+        budget_bytes: int | None,
+        other_bytes: int,
+        threads: int | None = None,
+    ) -> None:
+        """`other_bytes` of the budget are taken. Raises `Refused` where not one expert of each kind has room."""
+        self._checkpoint, self._device, self._threads = checkpoint, device, threads
+        self._budget_bytes, self._whole_bytes = budget_bytes, pieces.nbytes
+        self._other_bytes = other_bytes
+        self._sites = _sites(pieces.storages)
+        self._pieces = _by_expert(pieces.pieces, self._sites)
+        self._lock = threading.Lock()
+        staging = STAGING_BYTES if budget_bytes is not None else 0
+        self._staging_bytes = staging
+        groups: dict[Signature, list[str]] = {}
+        for site, storages in self._sites.items():
+            groups.setdefault(_signature(site, storages), []).append(site)
+        self._banks: dict[str, _Bank] = {}
+        counts = _counts(groups, self._sites, budget_bytes, other_bytes + staging)
+        sizes = [_expert_bytes(self._sites[sites[0]]) * counts[key] for key, sites in groups.items()]
+        self._pool = Pool.reserve(sum(sizes), "experts", device, wait=False)
+        for key, sites in groups.items():
+            bank = _Bank(self._pool, key, counts[key])
+            self._banks.update(dict.fromkeys(sites, bank))
+        self._hits = self._misses = self._fetched_bytes = 0
+        self._waited_s = 0.0
+
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    def has(self, site: str) -> bool:
+        return site in self._banks
+
+    def experts(self, site: str) -> int:
+        """How many experts of a site this rank holds, in memory or not."""
+        return self._sites[site][0].shape[0]
+
+    def routed(self, site: str, ids_Tk: Tensor, first: int, call: Call) -> Tensor:
+        """The sum of what `call` gives for all experts that tokens chose, in as many goes as there must be.
+
+        `ids_Tk` are global numbers, of which [first, first + E) are here; `call` gets slots in their place, a number
+        that no slot has where an expert is not its turn, and, for each slot, the local number of the expert in it.
+        """
+        bank, count = self._banks[site], self.experts(site)
+        local_Tk = ids_Tk.to("cpu", torch.int64) - first
+        wanted = sorted({one for one in local_Tk.flatten().tolist() if 0 <= one < count})
+        total: Tensor | None = None
+        for begin in range(0, max(1, len(wanted)), bank.size):
+            group = wanted[begin : begin + bank.size]
+            slots = self.hold(site, group)
+            place_E = torch.full((count + 1,), bank.size, dtype=torch.int64)
+            place_E[group] = torch.tensor(slots, dtype=torch.int64)
+            inside_Tk = torch.where((local_Tk >= 0) & (local_Tk < count), local_Tk, count)
+            slot_ids_Tk = place_E[inside_Tk].to(ids_Tk.device, ids_Tk.dtype)
+            part = call(slot_ids_Tk, bank.tensors, bank.experts_of(site))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def hold(self, site: str, experts: Sequence[int]) -> list[int]:
+        """Slots with these experts of a site, by local number; all of them stay until the next call."""
+        bank = self._banks[site]
+        assert len(experts) <= bank.size, "more experts than there is room for"
+        if self._device.type == "cuda":  # what was computed from those that leave must be done
+            torch.cuda.current_stream(self._device).synchronize()
+        started_s = time.perf_counter()
+        with self._lock:
+            absent = bank.touch(site, experts)
+            self._hits, self._misses = self._hits + len(experts) - len(absent), self._misses + len(absent)
+            if absent:
+                self._fetch(site, bank, absent)
+                self._waited_s += time.perf_counter() - started_s
+            return [bank.where[site, one] for one in experts]
+
+    def report(self) -> ResidencyReport:
+        banks = {id(bank): bank for bank in self._banks.values()}.values()
+        return ResidencyReport(
+            kind="experts",
+            budget_bytes=self._budget_bytes,
+            held_bytes=self._other_bytes + self._pool.reserved_bytes + self._staging_bytes,
+            whole_bytes=self._whole_bytes,
+            units=sum(bank.size for bank in banks),
+            pinned=0,
+            ahead=0,
+            hits=self._hits,
+            misses=self._misses,
+            waited_s=self._waited_s,
+            fetched_bytes=self._fetched_bytes,
+            fetch_s=self._waited_s,
+        )
+
+    def check(self) -> None:
+        """Assert what always holds between calls."""
+        for bank in self._banks.values():
+            bank.check()
+
+    def close(self) -> None:
+        """Nothing goes on in the background but the backing of memory."""
+        self._pool.stop()
+
+    def _fetch(self, site: str, bank: _Bank, absent: Sequence[int]) -> None:
+        """Read experts into slots; a slot whose reading failed holds nothing."""
+        storages: dict[str, Tensor] = {}
+        pieces: list[Piece] = []
+        described: list[Storage] = []
+        for expert in absent:
+            slot = bank.take(site, expert)
+            for storage in self._sites[site]:
+                name = f"{storage.name}.{expert}"
+                storages[name] = bank.tensors[_leaf(site, storage)][slot]
+                described.append(_one(storage, name))
+            own = [_at(piece, f"{piece.storage}.{expert}") for piece in self._pieces[site, expert]]
+            zero_padding(own, described[-len(self._sites[site]) :], storages)
+            pieces += own
+        self._pool.wait()
+        filling = Filling(self._checkpoint, described, pieces, storages, self._device)
+        try:
+            for _, nbytes in filling.carry_out(self._threads, ahead_bytes=STAGING_BYTES // 2):
+                self._fetched_bytes += nbytes
+        except BaseException:
+            bank.forget(site, absent)
+            raise
+
+
+class _Bank:
+    """Slots for experts of one kind: tensors [C, ...] by leaf name, and which expert is where, the oldest first."""
+
+    def __init__(self, pool: Pool, signature: Signature, size: int) -> None:
+        self.size = size
+        self.tensors = {leaf: pool.take((size, *shape), TORCH_DTYPES[dtype]) for leaf, shape, dtype in signature}
+        self.where: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._free = list(range(size))
+
+    def touch(self, site: str, experts: Sequence[int]) -> list[int]:
+        """Make these the youngest; those that are not here."""
+        for expert in experts:
+            if (site, expert) in self.where:
+                self.where.move_to_end((site, expert))
+        return [expert for expert in experts if (site, expert) not in self.where]
+
+    def take(self, site: str, expert: int) -> int:
+        """A slot for an expert: a free one, or that of the oldest."""
+        slot = self._free.pop() if self._free else self.where.popitem(last=False)[1]
+        self.where[site, expert] = slot
+        return slot
+
+    def forget(self, site: str, experts: Sequence[int]) -> None:
+        for expert in experts:
+            slot = self.where.pop((site, expert), None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def experts_of(self, site: str) -> Tensor:
+        """The local number of the expert of a site in each slot [C]; 0 where there is another's or none."""
+        found = torch.zeros(self.size, dtype=torch.int64)
+        for (owner, expert), slot in self.where.items():
+            if owner == site:
+                found[slot] = expert
+        return found
+
+    def check(self) -> None:
+        taken = [*self.where.values(), *self._free]
+        assert len(taken) == len(set(taken)) == self.size, "a slot is held twice or lost"
+
+
+def _sites(storages: Sequence[Storage]) -> dict[str, list[Storage]]:
+    """Storages of experts by what they belong to: `layers.3.ffn.` has `experts.gate_up` and `experts.down`."""
+    found: dict[str, list[Storage]] = {}
+    for storage in storages:
+        if is_expert(storage):
+            found.setdefault(storage.name.rpartition("experts.")[0], []).append(storage)
+    return found
+
+
+def _by_expert(pieces: Sequence[Piece], sites: dict[str, list[Storage]]) -> dict[tuple[str, int], list[Piece]]:
+    site_of = {storage.name: site for site, storages in sites.items() for storage in storages}
+    found: dict[tuple[str, int], list[Piece]] = {}
+    for piece in pieces:
+        if piece.storage in site_of:
+            assert piece.expert is not None, piece.param
+            found.setdefault((site_of[piece.storage], piece.expert), []).append(piece)
+    return found
+
+
+def _leaf(site: str, storage: Storage) -> str:
+    return storage.name.removeprefix(site)
+
+
+def _signature(site: str, storages: Sequence[Storage]) -> Signature:
+    return tuple((_leaf(site, storage), storage.shape[1:], storage.dtype) for storage in storages)
+
+
+def _expert_bytes(storages: Sequence[Storage]) -> int:
+    """Bytes of one expert, aligned as in a pool."""
+    return sum(aligned(storage.nbytes // storage.shape[0]) for storage in storages)
+
+
+def _counts(
+    groups: dict[Signature, list[str]], sites: dict[str, list[Storage]], budget_bytes: int | None, other_bytes: int
+) -> dict[Signature, int]:
+    """How many experts of each kind have room: all, or a share of the budget like their share of all bytes."""
+    all_of = {key: sum(sites[site][0].shape[0] for site in own) for key, own in groups.items()}
+    if budget_bytes is None:
+        return all_of
+    bytes_of = {key: _expert_bytes(sites[own[0]]) for key, own in groups.items()}
+    whole = sum(all_of[key] * bytes_of[key] for key in groups)
+    left = budget_bytes - other_bytes
+    counts = {key: min(all_of[key], math.floor(left * all_of[key] / whole)) for key in groups}
+    if any(count < 1 for count in counts.values()):
+        least = other_bytes + max(math.ceil(whole / all_of[key]) for key in groups)
+        raise too_small(budget_bytes, least, "one expert of each kind, and what is always there")
+    return counts
+
+
+def _one(storage: Storage, name: str) -> Storage:
+    return Storage(name=name, shape=storage.shape[1:], dtype=storage.dtype, role=storage.role, layer=storage.layer)
+
+
+def _at(piece: Piece, storage: str) -> Piece:
+    """The same piece in a storage of its expert alone."""
+    fields = {name: getattr(piece, name) for name in piece.__struct_fields__}
+    return Piece(**{**fields, "storage": storage, "expert": None})

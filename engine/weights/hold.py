@@ -1,0 +1,70 @@
+"""A rank's weights under a residency policy: all of them loaded, layers that come and go, or experts on demand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.pieces import RankPieces
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.expert_cache import ExpertCache, is_expert
+from firstlight.engine.weights.loader import Weights, load
+from firstlight.engine.weights.pages import aligned
+from firstlight.engine.weights.residency import Kind, LayerStream, too_small, without
+
+
+def hold(
+    checkpoint: Checkpoint,
+    pieces: RankPieces,
+    device: torch.device,
+    kind: Kind = "resident",
+    budget_bytes: int | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> Weights:
+    """Weights of which `kind` says what is in memory when; `options` are those of `load`.
+
+    `budget_bytes` bounds the memory for weights, staging included; without one there is room for all of them, and
+    `streamed` runs a layer while those behind it are still being read. Raises `Refused` where the budget is too small.
+    """
+    if kind == "resident":
+        if budget_bytes is not None and budget_bytes < pieces.nbytes:
+            raise too_small(budget_bytes, pieces.nbytes, "all weights at once (--residency streamed needs less)")
+        return load(checkpoint, pieces, device, threads, **options)
+    start, stop = pieces.layers
+    if kind == "streamed":
+        always = without(pieces, lambda storage: start <= storage.layer < stop)
+    else:
+        always = without(pieces, is_expert)
+        if len(always.storages) == len(pieces.storages):
+            raise _no_experts()
+    other_bytes = sum(aligned(storage.nbytes) for storage in always.storages)
+    if budget_bytes is not None and other_bytes > budget_bytes:
+        raise too_small(budget_bytes, other_bytes, "what is always there")
+    coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads)
+    stream = LayerStream(*coming) if kind == "streamed" else None
+    experts = ExpertCache(*coming) if kind == "experts" else None
+    try:
+        weights = load(checkpoint, always, device, threads, **options)
+    except BaseException:
+        for one in (stream, experts):
+            if one is not None:
+                one.close()
+        raise
+    return replace(weights, pieces=pieces, stream=stream, experts=experts)
+
+
+def _no_experts() -> Refused:
+    return Refused(
+        fatal(
+            "usage",
+            "the model has no experts that could be read on demand",
+            expected="a mixture of experts",
+            found="none on this rank",
+            next="use --residency streamed",
+        )
+    )

@@ -1,0 +1,238 @@
+"""Weights that come and go: the same numbers as with all of them in memory, within the budget, and honest counts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.model.build import Model
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.comm import Comms
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.pieces import rank_pieces
+from firstlight.engine.weights import expert_cache, residency
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.hold import hold
+from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.residency import Kind
+from firstlight.kernels.registry import choose
+from tests.engine.direct import Arrays, Direct
+
+Get = Callable[[str], Path]
+STAGING = 16 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are tiny; staging memory as large as a real one's would be larger than they are."""
+    monkeypatch.setattr(residency, "STAGING_BYTES", STAGING)
+    monkeypatch.setattr(expert_cache, "STAGING_BYTES", STAGING)
+
+
+class Held(Direct):
+    """One rank's part of a checkpoint under a policy, in float32."""
+
+    def __init__(self, path: Path, kind: Kind, budget_bytes: int | None, mesh: Mesh | None = None) -> None:
+        checkpoint = Checkpoint.open(str(path))
+        self.spec, matcher = FAMILIES.describe(checkpoint.config)
+        self.ledger = account(checkpoint, self.spec, matcher)
+        self.comms = Comms.alone()
+        pieces = rank_pieces(self.spec, mesh or Mesh(), 0, "F32", self.ledger)
+        self.weights = hold(checkpoint, pieces, torch.device("cpu"), kind, budget_bytes)
+        self.ops = choose("cpu", torch.float32, {})
+        self.model = Model(self.spec, self.weights, self.ops)
+
+
+@pytest.fixture
+def held() -> Iterator[Callable[..., Held]]:
+    made: list[Held] = []
+
+    def make(*arguments: object) -> Held:
+        made.append(Held(*arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.weights.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "layers"]
+
+
+def inputs(count: int = 1) -> list[Arrays]:
+    generator = torch.Generator().manual_seed(5)
+    return [{"input_ids": torch.randint(3, 64, (2, 9), generator=generator).numpy()} for _ in range(count)]
+
+
+def least(path: Path, kind: Kind, held: Callable[..., Held]) -> int:
+    """The smallest budget that is not refused, as the refusal says."""
+    with pytest.raises(Refused) as caught:
+        held(path, kind, 1000)
+    low = int(str(caught.value.findings[0].expected).split()[2].replace(",", ""))
+    with pytest.raises(Refused) as caught:
+        held(path, kind, low)
+    return int(str(caught.value.findings[0].expected).split()[2].replace(",", ""))
+
+
+def same(got: Arrays, wanted: Arrays) -> None:
+    assert set(got) == set(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(value), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "llama-tied"])
+def test_layers_through_a_budget_give_the_same_numbers(name: str, checkpoint: Get, held: Callable[..., Held]) -> None:
+    """Two layers have room at a time; passes follow one another, so every layer comes more than once."""
+    path = checkpoint(name)
+    whole = Direct(path)
+    streamed = held(path, "streamed", least(path, "streamed", held))
+    for one in inputs(3):
+        same(streamed.run(one), whole.run(one))
+        streamed.weights.stream.check()
+    report = streamed.weights.residency()
+    layers = whole.spec.num_layers
+    assert report.units == 2
+    assert report.hits + report.misses == 3 * layers
+    assert report.misses >= 1
+    assert report.held_bytes <= report.budget_bytes < report.whole_bytes + STAGING
+    if layers > 2:
+        assert report.fetched_bytes > whole.weights.bytes_needed * 0.5
+
+
+def test_without_a_budget_layers_run_while_others_are_read(checkpoint: Get, held: Callable[..., Held]) -> None:
+    path = checkpoint("llama")
+    streamed = held(path, "streamed", None)
+    whole = Direct(path)
+    for one in inputs(2):
+        same(streamed.run(one), whole.run(one))
+    report = streamed.weights.residency()
+    assert (report.units, report.pinned) == (whole.spec.num_layers, whole.spec.num_layers)
+    before = report.fetched_bytes
+    streamed.run(inputs()[0])
+    again = streamed.weights.residency()
+    assert again.fetched_bytes == before, "every layer is read once"
+    assert again.hits >= 2 * whole.spec.num_layers
+
+
+def test_layers_that_stay_are_read_once_and_are_spread(checkpoint: Get, held: Callable[..., Held]) -> None:
+    path = checkpoint("qwen3_moe")
+    smallest = least(path, "streamed", held)
+    two = held(path, "streamed", smallest).weights.stream
+    slot = two.pool.reserved_bytes // 2
+    three = held(path, "streamed", smallest + slot)
+    layers = three.spec.num_layers
+    assert three.weights.residency().units == min(3, layers)
+    for one in inputs(4):
+        three.run(one)
+    counts = three.weights.stream._fetch_counts
+    stays = three.weights.stream._pinned
+    assert all(counts[layer] == 1 for layer in stays)
+    if layers > 3:
+        assert all(counts[layer] > 1 for layer in range(layers) if layer not in stays)
+
+
+def test_any_order_of_turns_is_served(checkpoint: Get, held: Callable[..., Held]) -> None:
+    """Teacher forcing and bisection ask for layers as they like."""
+    path = checkpoint("deepseek_v3")
+    stream = held(path, "streamed", least(path, "streamed", held)).weights.stream
+    whole = Direct(path).weights.storages
+    for layer in (2, 0, 0, 2, 1, 2, 1, 0):
+        layer = min(layer, len(stream.layers(lambda storages, index: index)) - 1)
+        _, storages = stream.turn_to(layer)
+        for name, value in storages.items():
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+        stream.check()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("room", ["least", "half"])
+def test_experts_on_demand_give_the_same_numbers(
+    name: str, room: str, checkpoint: Get, held: Callable[..., Held]
+) -> None:
+    """With room for one expert each goes by itself; with room for half of them the ones in use stay."""
+    path = checkpoint(name)
+    whole = Direct(path)
+    smallest = least(path, "experts", held)
+    role_bytes = whole.weights.pieces.bytes_by_role()["expert"]
+    budget = smallest if room == "least" else smallest + role_bytes // 2
+    cached = held(path, "experts", budget)
+    for one in inputs(3):
+        same(cached.run(one), whole.run(one))
+        cached.weights.experts.check()
+    report = cached.weights.residency()
+    assert report.held_bytes <= budget
+    assert report.misses > 0
+    if room == "least":
+        assert report.units == 1
+        return
+    token = {"input_ids": inputs()[0]["input_ids"][:1, :1]}
+    cached.run(token)
+    before = cached.weights.residency()
+    cached.run(token)
+    again = cached.weights.residency()
+    assert again.hits > before.hits, "the same token finds its experts"
+    assert (again.misses, again.fetched_bytes) == (before.misses, before.fetched_bytes)
+    assert again.waited_s == before.waited_s > 0
+
+
+def test_one_rank_of_several_holds_its_own_experts(checkpoint: Get, held: Callable[..., Held]) -> None:
+    path = checkpoint("qwen3_moe")
+    cached = held(path, "experts", None, Mesh(ep=2)).weights
+    whole = rank_pieces(FAMILIES.describe(Checkpoint.open(path).config)[0], Mesh(ep=2), 0, "F32")
+    site = next(storage.name.rpartition("experts.")[0] for storage in whole.storages if expert_cache.is_expert(storage))
+    assert cached.experts.experts(site) == next(s.shape[0] for s in whole.storages if expert_cache.is_expert(s))
+    ids = torch.tensor([[0, 99], [-1, 1]])
+    seen: list[torch.Tensor] = []
+
+    def call(slots_Tk: torch.Tensor, tensors: dict[str, torch.Tensor], experts_C: torch.Tensor) -> torch.Tensor:
+        seen.append(slots_Tk)
+        assert [int(experts_C[slot]) for slot in (slots_Tk[0, 0], slots_Tk[1, 1])] == [0, 1]
+        return torch.zeros(1)
+
+    cached.experts.routed(site, ids, 0, call)
+    (slots,) = seen
+    size = len(cached.experts.pool._data_N) and cached.residency().units
+    assert slots[0, 1] >= size // 2, "another rank's expert has no slot here"
+    assert slots[1, 0] == slots[0, 1]
+
+
+def test_a_dense_model_has_no_experts_to_fetch(checkpoint: Get, held: Callable[..., Held]) -> None:
+    with pytest.raises(Refused, match="no experts"):
+        held(checkpoint("llama"), "experts", None)
+
+
+def test_a_budget_below_the_whole_is_refused_where_all_is_to_be_resident(
+    checkpoint: Get, held: Callable[..., Held]
+) -> None:
+    with pytest.raises(Refused, match="does-not-fit"):
+        held(checkpoint("llama"), "resident", 1000)
+
+
+def test_a_file_that_vanishes_while_layers_come_is_said_and_not_waited_for(
+    checkpoint: Get, held: Callable[..., Held], tmp_path: Path
+) -> None:
+    import shutil
+
+    home = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    streamed = held(home, "streamed", least(home, "streamed", held))
+    streamed.run(inputs()[0])
+    for file in home.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(Refused, match="is not there"):
+        [streamed.run(one) for one in inputs(2)]
+
+
+def test_closing_while_layers_come_frees_everything(checkpoint: Get) -> None:
+    streamed = Held(checkpoint("llama"), "streamed", None)
+    gone = weakref.ref(streamed.weights.stream)
+    slots = weakref.ref(streamed.weights.stream.pool)
+    streamed.weights.close()
+    del streamed
+    gc.collect()
+    assert gone() is None
+    assert slots() is None
