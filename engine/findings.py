@@ -48,9 +48,11 @@ CODES: dict[str, str] = {
     "unread-config-key": "a configuration key that nothing reads",
     "no-positions": "the model has no positional encoding",
     "remote-code": "the checkpoint brings code; it was not run",
+    "fallback": "no family is native to the architecture: the reference's own modules compute, on one rank",
     # plans
     "indivisible": "a size does not divide by an axis of the mesh",
     "cut-block": "a shard ends inside a quantization block",
+    "unpacked-weights": "quantized weights take more memory here than in the checkpoint",
     "does-not-fit": "the plan needs more memory than the devices have",
     "unsupported-axis": "an axis of the mesh that this model or build cannot use",
     "unknown-device": "a device that the hardware facts do not list",
@@ -61,6 +63,8 @@ CODES: dict[str, str] = {
     "context-too-long": "a request needs more tokens than the context holds",
     "usage": "the command line or a configuration file is wrong",
     "odd-answers": "answers are empty, loops or gibberish",
+    "config-changed": "config.json differs from that of the run that this one was begun from",
+    "regression": "a figure is much worse than in the run that this one was begun from",
     "wrong-numbers": "a block computes something else than the reference",
     # running
     "rank-lost": "a rank died or stopped answering",

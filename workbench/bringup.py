@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -99,6 +99,7 @@ class Bringup:
         self.host: Host | None = None
         self._telemetry_hz = telemetry_hz
         self._sampler: Sampler | None = None
+        self.accepted: Sequence[Mapping[str, Any]] | None = None  # answers that `validate` compares with
         self._cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         self._listeners = (*listeners, self._keep)
 
@@ -207,6 +208,13 @@ class Bringup:
         from firstlight.workbench.stress import stress
 
         return self._rung("stress", lambda progress: stress(self.engine, progress=progress, **settings))
+
+    def validate(self, accepted: Sequence[Mapping[str, Any]] | None = None) -> Report:
+        """The validation set, compared with `accepted` or with the run that this one was begun from, if any."""
+        from firstlight.workbench.validation import validate
+
+        before = accepted if accepted is not None else self.accepted
+        return self._rung("validate", lambda progress: validate(self.engine, before, progress=progress))
 
     def export(self, out: str | os.PathLike[str] | None = None) -> Report:
         """The run as one archive, with card.yaml and adaptation.yaml."""

@@ -24,14 +24,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     values: tuple[float | int | str | bool | None, ...]
     ratio: float | None = None
 
-    @property
-    def is_worse(self) -> float | None:
-        """By what factor the last run is worse than the first; None for figures that are neither better nor worse."""
-        if self.ratio is None or self.ratio <= 0:
-            return None
-        if self.figure.endswith(BETTER_HIGH):
-            return 1 / self.ratio
-        return self.ratio if self.figure.endswith(BETTER_LOW) else None
+
+def worse_by(figure: str, before: object, now: object) -> float | None:
+    """By what factor a figure got worse, below 1 if better; None where it is no number or neither good nor bad."""
+    if not (is_number(before) and is_number(now)) or not before or not now:
+        return None
+    ratio = float(now) / float(before)  # type: ignore[arg-type]
+    if ratio <= 0:
+        return None
+    if figure.endswith(BETTER_HIGH):
+        return 1 / ratio
+    return ratio if figure.endswith(BETTER_LOW) else None
 
 
 def compare_runs(runs: Sequence[Run]) -> list[Row]:

@@ -46,8 +46,8 @@ def export(run: Run, out: str | Path | None = None) -> Report:
     draft = Draft("export", run.record.model or run.directory.name)
     run.close()
     last = latest(reports)
-    _write_yaml(run.directory / "card.yaml", card(run, last))
-    _write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
+    write_yaml(run.directory / "card.yaml", card(run, last))
+    write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
     run.write_page()
     files = list(_files(run.directory))
     _pack(run.directory, files, target)
@@ -136,8 +136,38 @@ def adaptation(run: Run, last: dict[str, Report]) -> dict[str, Any]:
         "engine": {key: value for key, value in options.items() if value not in (None, {}) and key != "checkpoint"},
         "plan": {name: metric.value for name, metric in planned.metrics.items()} if planned else {},
         "operators": _operators(last.get("start")),
+        "config": _config(run.record.checkpoint),
+        "figures": {verb: _figures_of(report) for verb, report in last.items() if report.passed and verb in LADDER},
+        "environment": _environment(last),
+        "validation": _validation(last.get("validate")),
         "tolerances": {n: m.value for n, m in verify.metrics.items() if "limit" in n} if verify else {},
     }
+
+
+def _config(checkpoint: str) -> dict[str, Any]:
+    """The raw configuration: what the next release's is compared with."""
+    try:
+        return read_config(checkpoint)[1]
+    except Refused:
+        return {}
+
+
+def _figures_of(report: Report) -> dict[str, Any]:
+    return {
+        name: {"value": _figure(metric.value), "unit": metric.unit}
+        for name, metric in report.metrics.items()
+        if metric.value is not None and not isinstance(metric.value, str)
+    }
+
+
+def _environment(last: dict[str, Report]) -> dict[str, Any]:
+    newest = list(last.values())[-1].environment if last else {}
+    return {name: newest.get(name) for name in ("cpu", "cores", "devices", "system", "commit", "versions")}
+
+
+def _validation(report: Report | None) -> list[dict[str, Any]]:
+    rows = report.tables.get("validation", []) if report is not None else []
+    return [{"name": row["name"], "tokens": row["tokens"], "answer": row["answer"]} for row in rows]
 
 
 def _operators(start: Report | None) -> dict[str, str]:
@@ -164,7 +194,8 @@ def _rule(rule: Any) -> dict[str, Any]:
     return {key: value for key, value in msgspec.to_builtins(rule).items() if value not in ("", 0, False, [], ())}
 
 
-def _write_yaml(path: Path, value: dict[str, Any]) -> None:
+def write_yaml(path: Path, value: dict[str, Any]) -> None:
+    """A mapping as YAML, in its order, whole or not at all."""
     import yaml
 
     text = yaml.safe_dump(finite(value), sort_keys=False, allow_unicode=True, width=120)

@@ -8,13 +8,16 @@ from functools import partial
 from pathlib import Path
 from shutil import which
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firstlight.workbench.bringup import Bringup
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.infer import answer_lines
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Draft, Report
+
+if TYPE_CHECKING:
+    from firstlight.workbench.adaptation import Adaptation
 
 Rung = Callable[[], Report]
 MOST_ANSWER = 60  # characters of an answer in the terminal; the report has it whole
@@ -34,9 +37,19 @@ HIGHLIGHTS: dict[str, str] = {
 
 
 def climb(
-    bringup: Bringup, face: Face, golden: str | None = None, deep: bool = False, cluster: str | None = None
+    bringup: Bringup,
+    face: Face,
+    golden: str | None = None,
+    deep: bool = False,
+    cluster: str | None = None,
+    adaptation: Adaptation | None = None,
 ) -> Report:
-    """Every rung on the one below; stops at the first that does not pass, unless the bring-up is forced."""
+    """Every rung on the one below; stops at the first that does not pass, unless the bring-up is forced.
+
+    With the `adaptation` of an earlier run, the validation set is compared with its answers, and what changed is shown.
+    """
+    if adaptation is not None:
+        bringup.accepted = adaptation.validation or None
     draft = Draft("up", bringup.run.record.model)
     done: dict[str, Report] = {}
     stopped, status = "", None
@@ -52,6 +65,8 @@ def climb(
             status = status or report.status
             stopped = stopped or verb
             draft.find(finding for finding in report.findings if finding.severity == "fatal")
+    if adaptation is not None:
+        _tell_changes(face, bringup, adaptation, draft)
     _summary(draft, done)
     report = draft.close(status)  # a rung that was refused makes the whole refused
     bringup.run.add(report)
@@ -66,10 +81,25 @@ def _rungs(bringup: Bringup, golden: str | None, deep: bool, cluster: str | None
     yield "load", bringup.load
     yield "start", bringup.start
     yield "infer", bringup.infer
+    yield "validate", bringup.validate
     yield "verify", partial(bringup.verify, golden)
     yield "profile", bringup.profile
     yield "stress", bringup.stress
     yield "export", bringup.export
+
+
+def _tell_changes(face: Face, bringup: Bringup, adaptation: Adaptation, draft: Draft) -> None:
+    """What is not as it was: keys of the configuration, and figures that got worse."""
+    from firstlight.workbench.adaptation import compare
+
+    report = compare(adaptation, bringup.run)
+    bringup.run.add(report)
+    draft.include(report, "since ")
+    face.line()
+    face.line(f"since {adaptation.model}: {report.value('config_changes')} keys of config.json changed")
+    for finding in report.findings:
+        before = f"before {finding.expected}, now " if finding.expected else ""
+        face.paragraph(f"{finding.code}: {finding.message} ({before}{finding.found})", indent=2)
 
 
 def _tell(face: Face, report: Report) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from firstlight.engine.errors import Refused
+from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.workbench import figures
@@ -17,6 +17,16 @@ from firstlight.workbench.report import Report
 from firstlight.workbench.widgets import AskBox, ProgressView
 
 
+class RungFailed(FirstlightError):
+    """A rung did not pass in a notebook that is to stop there; `report` says why."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        failed = [check.name for check in report.checks if check.status == "failed"]
+        wrong = [finding.message for finding in report.findings if finding.severity == "fatal"]
+        super().__init__(f"{report.verb} {report.status}: {'; '.join((*failed, *wrong))[:300]}")
+
+
 class NotebookBringup(Bringup):
     """`Bringup` whose rungs draw themselves. Live views leave static twins, so that a saved notebook keeps the figures.
 
@@ -24,6 +34,8 @@ class NotebookBringup(Bringup):
     """
 
     _view: ProgressView | None = None
+    stop: bool = False
+    """Whether a rung that does not pass ends the notebook (`RungFailed`), as in a runbook that runs by itself."""
 
     def memory_map(self) -> View:
         """What each rank of the running engine holds, by role."""
@@ -73,10 +85,16 @@ class NotebookBringup(Bringup):
     def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:
         self._view = ProgressView().show()
         try:
-            return super()._rung(verb, work)
+            report = super()._rung(verb, work)
         finally:
             view, self._view = self._view, None
             view.close()
+        if self.stop and not report.passed:
+            from IPython.display import display
+
+            display(report)
+            raise RungFailed(report)
+        return report
 
     def _keep(self, event: ProgressEvent) -> None:
         super()._keep(event)

@@ -20,7 +20,7 @@ from firstlight.workbench.events import EventReader, EventWriter
 from firstlight.workbench.report import Report, Status, now_iso, write_atomically
 
 LADDER = ("scan", "plan", "load", "start", "infer", "verify", "profile", "stress", "export")
-STANDS_ON = {"generate": "infer", "serve": "start"}
+STANDS_ON = {"generate": "infer", "serve": "start", "validate": "infer"}
 """Verbs off the ladder, and the rung whose place they take."""
 
 DEFAULT_ROOT = "runs"

@@ -100,7 +100,7 @@ def _engine(snapshot: Snapshot) -> str:
     if health.failure is not None:
         body = (
             f"<p>{html.status('failed')} rank {health.failure.rank} in phase {html.said(health.failure.phase)}: "
-            f"{html.said(health.failure.reason)}</p><p class='quiet'>Look at engine/rank{health.failure.rank}.log in the "
+            f"{html.said(health.failure.reason)}</p><p class='quiet'>See engine/rank{health.failure.rank}.log in the "
             "run directory, and start again.</p>"
         )
         return html.page(html.card("Engine", body, "alarm") + alarms)

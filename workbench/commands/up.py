@@ -15,6 +15,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--golden", metavar="FILE", help="verify against this file (default: against transformers)")
     parser.add_argument("--cluster", metavar="C", help="plan for this cluster, not for this machine")
     parser.add_argument("--deep", action="store_true", help="hash every tensor in the scan")
+    parser.add_argument(
+        "--from", dest="adaptation", metavar="FILE", help="adaptation.yaml of an earlier run: use it, show what changed"
+    )
     parser.add_argument("--detached", action="store_true", help="leave the engine running at the end")
     options.engine(parser)
 
@@ -24,6 +27,13 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     from firstlight.workbench.bringup import Bringup
     from firstlight.workbench.ladder import climb
 
+    adaptation = None
+    if arguments.adaptation is not None:
+        from firstlight.workbench.adaptation import Adaptation
+
+        adaptation = Adaptation.read(arguments.adaptation)
+        given = frozenset(("mesh",) if options.has_mesh(arguments) else ())
+        engine_options = adaptation.options(engine_options, given)
     values = {name: getattr(engine_options, name) for name in engine_options.__struct_fields__}
     checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
     given = session.run.directory if session.run is not None else None
@@ -40,6 +50,6 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         **values,
     ) as bringup:
         session.face.line(f"{Path(checkpoint).name} on {mesh.describe()}, run directory {bringup.run.directory}")
-        report = climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster)
+        report = climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster, adaptation)
     session.has_said_all = True  # a line a rung as they ended; the reports are in the run directory
     return report

@@ -1,0 +1,167 @@
+"""What one bring-up leaves to the next: `adaptation.yaml` read back, used, and held against what the new run finds.
+
+Used: the engine's options (mesh, dtype, sizes, forced operators). Compared: the configuration key by key, figures side
+by side, answers of the validation set. A figure that got much worse is a warning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.workbench.compare_runs import worse_by
+from firstlight.workbench.plan import read_config
+from firstlight.workbench.render import words
+from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.runs import Run
+
+WORSE = 1.25  # of a time or a rate, before it is called a regression
+LIMIT_BYTES = 64 << 20
+LEFT_TO_THIS_RUN = ("device", "threads", "load_threads")  # options that belong to a machine
+SKIP = frozenset(
+    ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
+)  # keys that say nothing of the model
+
+
+class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of an `adaptation.yaml` that the next run uses or is compared with."""
+
+    model: str = ""
+    family: str | None = None
+    engine: dict[str, Any] = {}
+    operators: dict[str, str] = {}
+    config: dict[str, Any] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    environment: dict[str, Any] = {}
+    validation: list[dict[str, Any]] = []
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Adaptation:
+        """Raises `Refused` for what is no such file."""
+        file = Path(path)
+        try:
+            if file.stat().st_size > LIMIT_BYTES:
+                raise ValueError(f"{file.stat().st_size:,} bytes, more than any adaptation file has")
+            return msgspec.convert(yaml.safe_load(file.read_text(encoding="utf-8")), cls)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise Refused(
+                fatal(
+                    "not-found" if isinstance(error, FileNotFoundError) else "usage",
+                    f"{file} cannot be used: {reason}",
+                    file=str(file),
+                    expected="an adaptation.yaml, as `firstlight export` and `firstlight up` write it",
+                    found=str(reason),
+                    next="correct --from",
+                )
+            ) from error
+
+    def options(self, wanted: EngineOptions, given: frozenset[str]) -> EngineOptions:
+        """`wanted` with what the file says of options that were not `given` on the command line."""
+        changes: dict[str, Any] = {}
+        defaults = EngineOptions(checkpoint="")
+        for name, value in self.engine.items():
+            if name in given or name in LEFT_TO_THIS_RUN or name not in EngineOptions.__struct_fields__:
+                continue
+            if getattr(wanted, name) == getattr(defaults, name):
+                changes[name] = value
+        merged = {**msgspec.to_builtins(wanted), **changes}
+        return msgspec.convert(merged, EngineOptions)
+
+
+def compare(adaptation: Adaptation, run: Run) -> Report:
+    """What changed since the run that the file comes from: configuration, machine, figures. Nothing fails a run."""
+    draft = Draft("adapt", f"{run.record.model} from {adaptation.model}")
+    now = read_config(run.record.checkpoint)[1] if adaptation.config else {}
+    changed = list(config_changes(adaptation.config, now))
+    draft.check("the file can be compared with", bool(adaptation.figures), value=len(adaptation.figures), unit="rungs")
+    draft.metric("config_changes", len(changed), "keys")
+    if changed:
+        draft.find(
+            note(
+                "config-changed",
+                f"{len(changed)} keys of config.json differ from the earlier release",
+                file="config.json",
+                found=", ".join(row["key"] for row in changed[:6]),
+                next="look at each in the table `config`: which of them change the mathematics?",
+            )
+        )
+    rows = list(_figures(adaptation, run))
+    worse = [row for row in rows if row["verdict"] == "worse"]
+    for row in worse:
+        draft.find(
+            warning(
+                "regression",
+                f"{row['rung']}: {row['figure']} is {row['worse_by']:.2f} times worse than before",
+                expected=words.quantity(row["before"], row["unit"]),
+                found=words.quantity(row["now"], row["unit"]),
+                next="compare hardware, versions and operators of the two runs",
+            )
+        )
+    draft.metric("regressions", len(worse), "figures")
+    draft.table("config", changed)
+    draft.table("machine", _machine(adaptation, run))
+    draft.table("figures", rows)
+    return draft.close()
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[dict[str, Any]]:
+    """Keys that differ, nested ones by their path."""
+    for key in dict.fromkeys((*before, *now)):
+        one, other, path = before.get(key), now.get(key), f"{at}{key}"
+        if key in SKIP or one == other:
+            continue
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from config_changes(one, other, f"{path}.")
+            continue
+        yield {"key": path, "before": _short(one, key in before), "now": _short(other, key in now)}
+
+
+def _short(value: object, there: bool) -> str:
+    text = repr(value) if there else "absent"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _machine(adaptation: Adaptation, run: Run) -> Iterator[dict[str, Any]]:
+    reports = run.reports()
+    now = reports[-1].environment if reports else {}
+    for name in ("cpu", "cores", "devices", "system", "commit"):
+        yield {"what": name, "before": str(adaptation.environment.get(name, "")), "now": str(now.get(name, ""))}
+    before, after = adaptation.environment.get("versions") or {}, now.get("versions") or {}
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) != after.get(name):
+            yield {"what": name, "before": str(before.get(name, "absent")), "now": str(after.get(name, "absent"))}
+
+
+def _figures(adaptation: Adaptation, run: Run) -> Iterator[dict[str, Any]]:
+    last = {report.verb: report for report in run.reports()}
+    for verb, figures in adaptation.figures.items():
+        report = last.get(verb)
+        for name, was in figures.items():
+            metric = report.metrics.get(name) if report is not None else None
+            if metric is None or metric.value is None:
+                continue
+            factor = worse_by(name, was.get("value"), metric.value)
+            yield {
+                "rung": verb,
+                "figure": name,
+                "before": was.get("value"),
+                "now": metric.value,
+                "unit": metric.unit,
+                "worse_by": factor,
+                "verdict": "equal" if was.get("value") == metric.value else _verdict(factor),
+            }
+
+
+def _verdict(factor: float | None) -> str:
+    if factor is None:
+        return ""
+    return "worse" if factor > WORSE else "better" if factor < 1 / WORSE else "alike"

@@ -1,0 +1,192 @@
+"""The runbook: a notebook executed with parameters against a real engine, kept with its page, card and adaptation file.
+
+The notebook gets `CHECKPOINT`, `RUN` (the run directory) and what `--set` says; it drives a `NotebookBringup`, whose
+reports and events are the run's. A rung that fails ends it, unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.export import adaptation, card, latest, write_yaml
+from firstlight.workbench.page import notebook_page
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.report import Draft, Report, write_atomically
+from firstlight.workbench.runs import Run
+
+GIVEN = ("CHECKPOINT", "RUN", "STOP")  # parameters that every runbook has, set from the command line
+FOLLOW_S = 0.2
+
+
+def runbook(
+    notebook: str | Path,
+    checkpoint: str,
+    run: Run,
+    values: Mapping[str, Any] | None = None,
+    *,
+    go_on: bool = False,
+    progress: Progress | None = None,
+    listener: Callable[[ProgressEvent], None] | None = None,
+) -> Report:
+    """Executes `notebook` with papermill; leaves runbook.ipynb, runbook.html, card.yaml and adaptation.yaml in `run`.
+
+    `values` are parameters of the notebook; one it does not have is `Refused`. `go_on`: rungs go on above one that
+    failed. `listener` gets what the rungs tell while they work.
+    """
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    progress = progress or Progress("runbook")
+    source, target = Path(notebook), run.directory / "runbook.ipynb"
+    known = _parameters(source)
+    parameters = {"CHECKPOINT": checkpoint, "RUN": str(run.directory.resolve()), "STOP": not go_on}
+    parameters |= _checked(values or {}, known, source)
+    draft = Draft("runbook", f"{source.name}, {run.record.model}")
+    run.close()  # the notebook's kernel writes it
+    broken = ""
+    with _Following(run, listener):
+        progress("execute", 0, None)
+        try:
+            papermill.execute_notebook(
+                str(source),
+                str(target),
+                parameters=parameters,
+                kernel_name="python3",
+                progress_bar=False,
+                log_output=False,
+                cwd=str(Path.cwd()),
+            )
+        except PapermillExecutionError as error:
+            broken = f"cell {error.exec_count}: {error.ename}: {error.evalue}"
+    run = Run.attach(run.directory)
+    page = notebook_page(target)
+    write_atomically(run.directory / "runbook.html", page.encode())
+    _judge(draft, run, broken, target)
+    last = latest(run.reports())
+    if last:
+        write_yaml(run.directory / "card.yaml", card(run, last))
+        write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
+    draft.metric("notebook", str(target), "")
+    draft.metric("page", str(run.directory / "runbook.html"), "", f"{len(page.encode()):,} bytes, opens offline")
+    return draft.close()
+
+
+def _judge(draft: Draft, run: Run, broken: str, target: Path) -> None:
+    """The notebook ran to its end, and every rung it took passed."""
+    cells = [cell for cell in json.loads(target.read_text())["cells"] if cell["cell_type"] == "code"]
+    done = sum(cell.get("execution_count") is not None for cell in cells)
+    draft.check(
+        "the notebook ran to its end", not broken, value=done, limit=len(cells), unit="cells", detail=broken[:300]
+    )
+    last = {rung.verb: rung for rung in run.record.rungs}
+    draft.check("the notebook took at least one rung", bool(last), value=len(last), unit="rungs")
+    for verb, rung in last.items():
+        draft.check(verb, rung.status == "passed", value=rung.status, detail=rung.file)
+
+
+def _parameters(notebook: Path) -> dict[str, Any]:
+    """The notebook's parameters by name, as papermill finds them."""
+    import papermill
+
+    if not notebook.is_file() or notebook.suffix != ".ipynb":
+        raise Refused(
+            fatal(
+                "not-found",
+                f"{notebook} is no notebook",
+                file=str(notebook),
+                expected="a file .ipynb",
+                next="notebooks/runbook_template.ipynb is one to begin with",
+            )
+        )
+    try:
+        found: dict[str, Any] = papermill.inspect_notebook(str(notebook))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(
+            fatal("usage", f"{notebook} cannot be read: {error}", file=str(notebook), expected="a Jupyter notebook")
+        ) from error
+    missing = [name for name in GIVEN if name not in found]
+    if missing:
+        raise Refused(
+            fatal(
+                "usage",
+                f"{notebook} has no parameters {', '.join(missing)}",
+                file=str(notebook),
+                expected=f"a cell tagged `parameters` that sets {', '.join(GIVEN)}",
+                found=", ".join(found) or "no such cell",
+                next="begin with notebooks/runbook_template.ipynb",
+            )
+        )
+    return found
+
+
+def _checked(values: Mapping[str, Any], known: Mapping[str, Any], notebook: Path) -> dict[str, Any]:
+    """Parameters by the notebook's own names; `tp` stands for `TP`."""
+    found = {}
+    for name, value in values.items():
+        right = name if name in known else name.upper()
+        if right not in known or right in GIVEN:
+            near = difflib.get_close_matches(right, [n for n in known if n not in GIVEN], n=1)
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"{notebook.name} has no parameter {name!r} to set",
+                    file=str(notebook),
+                    expected=", ".join(n for n in known if n not in GIVEN),
+                    found=name,
+                    next=f"perhaps --set {near[0]}=..." if near else "correct --set",
+                )
+            )
+        found[right] = value
+    return found
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`tp=2` -> ("tp", 2): the value as YAML reads it. Raises `ValueError` for anything else."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r}: the value cannot be read") from error
+
+
+class _Following:
+    """Hands on what the notebook's rungs tell, from the run's events, while it runs."""
+
+    def __init__(self, run: Run, listener: Callable[[ProgressEvent], None] | None) -> None:
+        self._reader = run.read_events()
+        self._listener = listener
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="follow", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._listener is not None:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def _work(self) -> None:
+        assert self._listener is not None
+        seen, since_s = 0, time.time()
+        while True:
+            for identifier, event in self._reader.progress(seen):
+                seen = identifier
+                if event.time_s >= since_s:
+                    self._listener(event)
+            if self._end.wait(FOLLOW_S):
+                return
