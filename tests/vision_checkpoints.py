@@ -310,7 +310,26 @@ KIMI_K25 = {
     "projection_hidden_size": 24,
     "tie_word_embeddings": False,
 }
+QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        **TEXT,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        **_mrope([2, 1, 1], 10000000.0, mrope_interleaved=True, partial_rotary_factor=0.5),
+    },
+    "vision_config": {"model_type": "qwen3_5", **QWEN3_VISION, "deepstack_visual_indexes": []},
+    **_tokens(vision_end_token_id=128),
+}
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5": QWEN3_5,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,

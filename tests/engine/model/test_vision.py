@@ -1,0 +1,76 @@
+"""Every kind of tower, merger and position gives what transformers gives: features, layers, logits, greedy tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.runtime import Engine
+from firstlight.workbench.golden import Golden
+from tests import vision_checkpoints as vision
+from tests.engine.vision_ranks import TraceJob, run_traces
+
+LIMIT = 3e-5  # float32, relative to the largest value of the reference
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """The checkpoint and the golden file of a model, made once a session."""
+    root = tmp_path_factory.mktemp("vision")
+
+    def make(name: str) -> tuple[Path, Path]:
+        home = vision.build(name, root)
+        return home, vision.write_golden(name, home)
+
+    return make
+
+
+def errors(golden: Golden, found: dict[str, np.ndarray]) -> dict[str, float]:
+    """Largest differences relative to the largest value, by name, at tokens that are real."""
+    result = {}
+    for name, theirs in golden.outputs.items():
+        if name == "generated" or name not in found:
+            continue
+        ours, expected = found[name], theirs
+        if name != "image_features":
+            ours, expected = ours[golden.mask], expected[golden.mask]
+        assert ours.shape == expected.shape, name
+        result[name] = float(np.abs(ours - expected).max() / np.abs(expected).max())
+    return result
+
+
+@pytest.mark.parametrize("name", vision.MODELS)
+def test_one_rank_equals_transformers(made: Callable[[str], tuple[Path, Path]], name: str) -> None:
+    home, path = made(name)
+    golden = Golden.read(path)
+    engine = Engine.start(str(home), device="cpu", dtype="F32", max_context=128, max_batch=4)
+    try:
+        assert engine.ledger().complete
+        found = engine.trace(golden.input_ids, golden.mask.astype(np.int64), golden.pictures, steps=4)
+    finally:
+        engine.close()
+    worst = errors(golden, found)
+    assert set(worst) == set(golden.outputs) - {"generated"}
+    assert max(worst.values()) <= LIMIT, worst
+    np.testing.assert_array_equal(found["generated"], golden.outputs["generated"])
+    assert np.abs(golden.outputs["logits"]).max() > 0.5, "logits too small to tell anything"
+
+
+def test_meshes_give_what_transformers_gives(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """Tensor and pipeline parallel, free running and layer by layer; deep features cross to where they are added."""
+    meshes = (Mesh(tp=2), Mesh(pp=2))
+    jobs = []
+    for name in vision.MODELS:
+        home, golden = made(name)
+        for mesh in (*meshes, *((Mesh(pp=3),) if name == "qwen3_vl" else ())):
+            for forced in (False, True) if name in ("qwen3_vl", "gemma3") else (False,):
+                out = tmp_path / f"{name}-{mesh.tp}-{mesh.pp}-{forced}"
+                jobs.append(TraceJob(home, golden, mesh, out, forced))
+    run_traces(jobs, tmp_path / "store")
+    for job in jobs:
+        golden = Golden.read(job.golden)
+        worst = errors(golden, job.results())
+        assert set(worst) >= {"hidden.1", "logits", "image_features"}
+        assert max(worst.values()) <= LIMIT, (job, worst)
