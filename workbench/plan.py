@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time, traffic
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
+from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench.report import Draft, Report
@@ -70,6 +71,8 @@ def plan(
     if context is not None and context > spec.max_positions:
         draft.find(_beyond_positions(context, spec.max_positions))
     _verdict(draft, found)
+    if not isinstance(stored, Plain):
+        _unpacked(draft, spec, found, context or min(DEFAULT_CONTEXT, spec.max_positions), cache_dtype, headroom)
     draft.metric("tensors", tensor_count(spec, matcher.rules, stored), "tensors", "without extra prediction layers")
     _figures(draft, found)
     _tables(draft, spec, found)
@@ -131,6 +134,37 @@ def _verdict(draft: Draft, found: Plan) -> None:
         f"{found.concurrency:,} at once",
     )
     draft.find(found.findings)
+
+
+def _unpacked(draft: Draft, spec: ModelSpec, found: Plan, context: int, cache_dtype: str, headroom: float) -> None:
+    """Weights are counted as stored; what they take once they are unpacked, as this engine does at load, is said."""
+    plain = make_plan(
+        spec,
+        Plain(spec.dtype),
+        found.cluster,
+        found.mesh,
+        context=context,
+        concurrency=found.concurrency,
+        cache_dtype=cache_dtype,
+        headroom=headroom,
+    )
+    draft.metric(
+        "unpacked_weight_bytes_per_device",
+        plain.weight_bytes_per_device,
+        "B",
+        f"unpacked to {spec.dtype} at load, as this engine does",
+    )
+    say = note if plain.fits else warning
+    draft.find(
+        say(
+            "unpacked-weights",
+            "weights are counted as stored; this engine unpacks them at load"
+            + ("" if plain.fits else ", and then the largest rank does not fit"),
+            expected=f"{found.weight_bytes_per_device:,} bytes on the largest rank, as stored",
+            found=f"{plain.weight_bytes_per_device:,} bytes unpacked to {spec.dtype}",
+            next="nothing to do" if plain.fits else "use more devices, or an engine that computes with packed weights",
+        )
+    )
 
 
 def _beyond_positions(context: int, positions: int) -> Finding:

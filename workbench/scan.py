@@ -21,6 +21,7 @@ from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files, side_file_rows
+from firstlight.workbench.storage import storage_rows
 
 if TYPE_CHECKING:
     from firstlight.workbench.manifest import Manifest
@@ -177,6 +178,8 @@ def _tensors(draft: Draft, kinds: Sequence[Kind], ledger: Ledger | None) -> None
             for dtype, (count, elements, nbytes) in by_dtype(kinds).items()
         ),
     )
+    if ledger is not None and (rows := list(storage_rows(ledger))):
+        draft.table("storage", rows)
     draft.table("tensors", _kind_rows(kinds, ledger))
 
 
