@@ -5,8 +5,12 @@ from typing import Any
 from tests.families.tiny import VOCAB, Tiny, llama, rope
 
 
+def _base(**more: Any) -> dict[str, Any]:
+    return llama(**{"max_position_embeddings": 128, **more})
+
+
 def _kimi_linear(**more: Any) -> dict[str, Any]:
-    return llama(
+    return _base(
         **{
             "model_type": "kimi_linear",
             "num_key_value_heads": 4,
@@ -26,7 +30,7 @@ def _kimi_linear(**more: Any) -> dict[str, Any]:
 
 
 def _qwen3_next(**more: Any) -> dict[str, Any]:
-    return llama(
+    return _base(
         **{
             "model_type": "qwen3_next",
             "head_dim": 16,
@@ -63,7 +67,7 @@ def _mamba2(**more: Any) -> dict[str, Any]:
 
 
 def _hybrid(model_type: str, **more: Any) -> dict[str, Any]:
-    return llama(
+    return _base(
         **{
             "model_type": model_type,
             "mamba_n_heads": 8,
@@ -76,7 +80,7 @@ def _hybrid(model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def _nemotron_h(*kinds: str, **more: Any) -> dict[str, Any]:
-    return llama(
+    return _base(
         **{
             "model_type": "nemotron_h",
             "layers_block_type": list(kinds),
@@ -97,7 +101,7 @@ def _nemotron_h(*kinds: str, **more: Any) -> dict[str, Any]:
 
 
 def _minimax(**more: Any) -> dict[str, Any]:
-    return llama(
+    return _base(
         **{
             "model_type": "minimax",
             "num_local_experts": 4,
@@ -132,7 +136,7 @@ def _bailing_hybrid(**more: Any) -> dict[str, Any]:
 
 def _lfm2(**more: Any) -> dict[str, Any]:
     layers = ["conv", "full_attention", "conv"]
-    return llama(**{"model_type": "lfm2", "layer_types": layers, "block_multiple_of": 8, **more})
+    return _base(**{"model_type": "lfm2", "layer_types": layers, "block_multiple_of": 8, **more})
 
 
 def _mamba(**more: Any) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def _mamba(**more: Any) -> dict[str, Any]:
 
 
 def _jamba(**more: Any) -> dict[str, Any]:
-    return llama(
+    return _base(
         **{
             "model_type": "jamba",
             "mamba_d_state": 6,
@@ -198,7 +202,7 @@ TINY: dict[str, Tiny] = {
     "bailing_hybrid": Tiny(_bailing_hybrid(), 40),
     "bailing_hybrid-unbounded": Tiny(_bailing_hybrid(kda_safe_gate=False, q_lora_rank=20, first_k_dense_replace=0)),
     "olmo_hybrid": Tiny(
-        llama(
+        _base(
             model_type="olmo_hybrid",
             layer_types=["linear_attention", "full_attention", "linear_attention"],
             linear_key_head_dim=12,  # as wide as the values: the reference saves its filters in three equal parts
@@ -208,7 +212,7 @@ TINY: dict[str, Tiny] = {
         70,
     ),
     "olmo_hybrid-rope": Tiny(
-        llama(
+        _base(
             model_type="olmo_hybrid",
             layer_types=["full_attention", "linear_attention"],
             num_hidden_layers=2,
