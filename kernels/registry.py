@@ -50,6 +50,7 @@ class Choice:
     router_topk: signatures.RouterTopk
     grouped_matmul: signatures.GroupedMatmul
     moe: signatures.Moe
+    moe_mxfp4: signatures.MoeMxfp4
     sample: signatures.Sample
     linear: signatures.PrepareLinear
     situation: Situation

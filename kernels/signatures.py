@@ -174,6 +174,27 @@ class Moe(Protocol):
     ) -> Tensor: ...
 
 
+class MoeMxfp4(Protocol):
+    """The expert layer over weights that stay packed: codes and scales of MXFP4."""
+
+    def __call__(
+        self,
+        x_TH: Tensor,
+        ids_Tk: Tensor,
+        weights_Tk: Tensor,
+        gate_up_codes: Tensor,
+        gate_up_scales: Tensor,
+        down_codes: Tensor,
+        down_scales: Tensor,
+        activation: str = "silu",
+        expert_start: int = 0,
+        gate_up_bias_E2F: Tensor | None = None,
+        down_bias_EH: Tensor | None = None,
+        gated: bool = True,
+        weigh_input: bool = False,
+    ) -> Tensor: ...
+
+
 class Sample(Protocol):
     """Draw one token per row."""
 

@@ -25,7 +25,7 @@ TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
 )
 """Largest difference, as a share of the reference's own root mean square plus its value at that place."""
 
-SLACK: Mapping[str, float] = MappingProxyType({"moe": 2.0})
+SLACK: Mapping[str, float] = MappingProxyType({"moe": 2.0, "moe_mxfp4": 2.0})
 """Factor on the tolerance where roundings follow one another (and Triton's interpreter cuts bfloat16 off)."""
 
 
@@ -95,6 +95,7 @@ FOLDERS: Mapping[str, str] = MappingProxyType(
         "router_topk": "router_topk",
         "grouped_matmul": "moe",
         "moe": "moe",
+        "moe_mxfp4": "moe_mxfp4",
         "sample": "sample",
     }
 )

@@ -6,6 +6,7 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -39,7 +40,36 @@ def moe(
     weigh_input: bool = False,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract)."""
-    num_local, top_k = gate_up_E2FH.shape[0], ids_Tk.shape[1]
+    return routed(
+        x_TH,
+        ids_Tk,
+        weights_Tk,
+        gate_up_E2FH.shape[0],
+        lambda expert: (gate_up_E2FH[expert], down_EHF[expert]),
+        activation,
+        expert_start,
+        gate_up_bias_E2F,
+        down_bias_EH,
+        gated,
+        weigh_input,
+    )
+
+
+def routed(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    num_local: int,
+    weights_of: Callable[[int], tuple[Tensor, Tensor]],
+    activation: str,
+    expert_start: int,
+    gate_up_bias_E2F: Tensor | None,
+    down_bias_EH: Tensor | None,
+    gated: bool,
+    weigh_input: bool,
+) -> Tensor:
+    """The same with the weights of an expert, [2F, H] and [H, F], asked for when a token chose it."""
+    top_k = ids_Tk.shape[1]
     places: dict[int, list[int]] = {}
     for place, expert in enumerate(ids_Tk.flatten().tolist()):
         if 0 <= expert - expert_start < num_local:
@@ -53,9 +83,10 @@ def moe(
         weight_M1 = weights_M[place_M, None]
         if weigh_input:
             rows_MH = (rows_MH * weight_M1).to(x_TH.dtype)
-        gate_up_M2F = F.linear(rows_MH, gate_up_E2FH[expert], _of(gate_up_bias_E2F, expert))
+        gate_up_2FH, down_HF = weights_of(expert)
+        gate_up_M2F = F.linear(rows_MH, gate_up_2FH, _of(gate_up_bias_E2F, expert))
         hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
-        down_MH = F.linear(hidden_MF, down_EHF[expert], _of(down_bias_EH, expert))
+        down_MH = F.linear(hidden_MF, down_HF, _of(down_bias_EH, expert))
         out_TH.index_add_(0, token_M, down_MH.float() if weigh_input else down_MH * weight_M1)
     return out_TH.to(x_TH.dtype)
 

@@ -10,6 +10,7 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,19 @@ from torch import Tensor
 from firstlight.kernels.gated_activation.triton import gated_activation
 from firstlight.kernels.moe.reference import plain_activation
 from firstlight.kernels.triton_support import dot, needs_upcast, unit_last_stride
+
+
+@triton.jit
+def expert_of_tile(group_start_ptr, num_experts, tile, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which expert a tile of rows belongs to, and which of its tiles it is; `num_experts` for one of none."""
+    experts = tl.arange(0, BLOCK_E)
+    real = experts < num_experts
+    sizes = tl.load(group_start_ptr + experts + 1, mask=real, other=0) - tl.load(
+        group_start_ptr + experts, mask=real, other=0
+    )
+    tiles = (sizes + BLOCK_M - 1) // BLOCK_M
+    expert = tl.sum(tl.where(tl.cumsum(tiles, 0) <= tile, 1, 0), axis=0)
+    return expert, tile - tl.sum(tl.where(experts < expert, tiles, 0), axis=0)
 
 
 @triton.jit
@@ -44,16 +58,8 @@ def _grouped_matmul_kernel(
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    experts = tl.arange(0, BLOCK_E)
-    real = experts < num_experts
-    sizes = tl.load(group_start_ptr + experts + 1, mask=real, other=0) - tl.load(
-        group_start_ptr + experts, mask=real, other=0
-    )
-    tiles = (sizes + BLOCK_M - 1) // BLOCK_M
-    expert = tl.sum(tl.where(tl.cumsum(tiles, 0) <= tile, 1, 0), axis=0)
+    expert, tile_of_expert = expert_of_tile(group_start_ptr, num_experts, tl.program_id(0), BLOCK_E, BLOCK_M)
     if expert < num_experts:
-        tile_of_expert = tile - tl.sum(tl.where(experts < expert, tiles, 0), axis=0)
         place = tl.load(group_start_ptr + expert) + tile_of_expert * BLOCK_M + tl.arange(0, BLOCK_M)
         is_row = place < tl.load(group_start_ptr + expert + 1)
         row = place
@@ -130,7 +136,38 @@ def moe(
     The down projection is rounded to the dtype of `x_TH` before it is weighted; the sum over experts is float32, in a
     fixed order, so the result does not change from run to run.
     """
-    (num_tokens, hidden), top_k, num_local = x_TH.shape, ids_Tk.shape[1], gate_up_E2FH.shape[0]
+
+    def enter(x_MH: Tensor, group_start_E1: Tensor, out_MF: Tensor, row_M: Tensor | None) -> None:
+        _grouped_matmul(x_MH, gate_up_E2FH, group_start_E1, out_MF, row_M, gate_up_bias_E2F)
+
+    def leave(x_MF: Tensor, group_start_E1: Tensor, out_MH: Tensor, row_M: Tensor | None) -> None:
+        _grouped_matmul(x_MF, down_EHF, group_start_E1, out_MH, row_M, down_bias_EH)
+
+    num_local, width = gate_up_E2FH.shape[:2]
+    return expert_layer(
+        x_TH, ids_Tk, weights_Tk, num_local, width, enter, leave, activation, expert_start, gated, weigh_input
+    )
+
+
+Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+"""Fills rows [M, F] with the products of rows of x, by group starts [E + 1]; which row of x stands where, or None."""
+
+
+def expert_layer(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    num_local: int,
+    width: int,
+    enter: Product,
+    leave: Product,
+    activation: str,
+    expert_start: int,
+    gated: bool,
+    weigh_input: bool,
+) -> Tensor:
+    """The expert layer around its two products: to `width` columns, and back to the width of x."""
+    (num_tokens, hidden), top_k = x_TH.shape, ids_Tk.shape[1]
     out_TH = torch.empty(num_tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
     if num_tokens == 0:
         return out_TH
@@ -141,14 +178,14 @@ def moe(
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=x_TH.device))
 
     num_rows = order_M.numel()
-    gate_up_M2F = torch.empty(num_rows, gate_up_E2FH.shape[1], dtype=x_TH.dtype, device=x_TH.device)
+    gate_up_M2F = torch.empty(num_rows, width, dtype=x_TH.dtype, device=x_TH.device)
     x_MH, row_M = x_TH, order_M // top_k
     if weigh_input:
         x_MH, row_M = (x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype), None
-    _grouped_matmul(x_MH, gate_up_E2FH, group_start_E1, gate_up_M2F, row_M, gate_up_bias_E2F)
+    enter(x_MH, group_start_E1, gate_up_M2F, row_M)
     hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
     down_MH = torch.empty(num_rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
-    _grouped_matmul(hidden_MF, down_EHF, group_start_E1, down_MH, None, down_bias_EH)
+    leave(hidden_MF, group_start_E1, down_MH, None)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
         down_MH,

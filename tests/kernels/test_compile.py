@@ -23,6 +23,7 @@ WANTED = (
     "attention:one long among short",
     "router_topk:odd groups",
     "moe:odd sizes",
+    "moe_mxfp4:one token",
     "grouped_matmul:many rows",
 )
 

@@ -28,6 +28,7 @@ PROTOCOLS = {
     "router_topk": signatures.RouterTopk,
     "grouped_matmul": signatures.GroupedMatmul,
     "moe": signatures.Moe,
+    "moe_mxfp4": signatures.MoeMxfp4,
     "sample": signatures.Sample,
 }
 

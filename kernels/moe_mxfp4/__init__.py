@@ -1,0 +1,1 @@
+"""The expert layer over weights that stay packed in MXFP4."""
