@@ -166,6 +166,27 @@ def _jamba(**more: Any) -> dict[str, Any]:
     )
 
 
+def _falcon_h1(**more: Any) -> dict[str, Any]:
+    return _hybrid(
+        "falcon_h1",
+        **{
+            "head_dim": 8,
+            "mamba_d_ssm": 64,
+            "num_hidden_layers": 2,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 1.1,
+            "key_multiplier": 0.6,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.9,
+            "ssm_multipliers": [1.1, 0.9, 1.2, 0.8, 1.05],
+            "mlp_multipliers": [0.9, 1.2],
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.7,
+            **more,
+        },
+    )
+
+
 TINY: dict[str, Tiny] = {
     "kimi_linear": Tiny(_kimi_linear(), 70, shards=2),
     "qwen3_next": Tiny(_qwen3_next(), 70, shards=2),
@@ -225,6 +246,11 @@ TINY: dict[str, Tiny] = {
     "falcon_mamba": Tiny(_mamba(model_type="falcon_mamba", use_bias=True, tie_word_embeddings=False), 40),
     "jamba": Tiny(_jamba(), 40),
     "jamba-dense": Tiny(_jamba(num_experts=1, mamba_proj_bias=True, mamba_conv_bias=False, mamba_dt_rank=5)),
+    "falcon_h1": Tiny(_falcon_h1(), 70),
+    "falcon_h1-norm": Tiny(_falcon_h1(mamba_rms_norm=True, mamba_n_groups=2, projectors_bias=True, mlp_bias=True)),
+    "falcon_h1-norm-behind": Tiny(
+        _falcon_h1(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, attention_bias=True)
+    ),
     "lfm2": Tiny(_lfm2()),
     "lfm2-bias": Tiny(_lfm2(conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=True)),
     "lfm2_moe": Tiny(
@@ -260,6 +286,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "mamba": ("tp2",),
     "falcon_mamba": ("pp2",),
     "jamba": ("tp2 ep2",),
+    "falcon_h1": ("tp2",),
     "lfm2": ("tp2",),
     "lfm2_moe": ("tp2 ep2",),
     "minimax": ("tp2", "pp2 ep2"),

@@ -27,6 +27,7 @@ MODULES = (  # one line a family
     "deepseek_v32",
     "deepseek_v4",
     "ernie4_5_moe",
+    "falcon_h1",
     "flex_olmo",
     "gemma",
     "gemma3",

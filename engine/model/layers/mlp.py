@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from firstlight.engine.model import spec as specs
@@ -21,11 +22,15 @@ class MLP:
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         out_TH = batch.comms.tp.all_reduce(self.partial(x_TH, batch))
-        return out_TH if self._down_bias_H is None else out_TH + self._down_bias_H
+        out_TH = out_TH if self._down_bias_H is None else out_TH + self._down_bias_H
+        return out_TH if self.spec.scale == 1.0 else out_TH * self.spec.scale
 
     def partial(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         """This rank's share, not yet summed over tp, without the output's bias."""
         hidden_TF = self._in(x_TH)
         if self.spec.gated:
+            if self.spec.gate_scale != 1.0:
+                gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
+                hidden_TF = torch.cat((gate_TF * self.spec.gate_scale, up_TF), dim=-1)
             return self._down(batch.ops.gated_activation(hidden_TF, self.spec.activation))
         return self._down(ACTIVATIONS[self.spec.activation](hidden_TF))

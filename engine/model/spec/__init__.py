@@ -31,6 +31,7 @@ from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, R
 from firstlight.engine.model.spec.residual import AttentionResidual, HyperConnections, Residual
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
 from firstlight.engine.model.spec.short_conv import ShortConv
+from firstlight.engine.model.spec.side_by_side import SideBySide
 from firstlight.engine.model.spec.tower import AxialRope, DeepFeatures, GridPositions, PatchTower, Shape
 from firstlight.engine.model.spec.vision import Projector, VisionSpec, pictures_of_rows
 
@@ -83,6 +84,7 @@ __all__ = [
     "Scope",
     "Shape",
     "ShortConv",
+    "SideBySide",
     "SpanIndexer",
     "StateTensor",
     "Step",

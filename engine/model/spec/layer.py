@@ -21,8 +21,9 @@ from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rope import Rope
 from firstlight.engine.model.spec.short_conv import ShortConv
+from firstlight.engine.model.spec.side_by_side import SideBySide
 
-Mixer = Attention | CompressedAttention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba
+Mixer = Attention | CompressedAttention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba | SideBySide
 
 
 FeedForward = MLP | MoE

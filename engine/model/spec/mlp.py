@@ -11,12 +11,14 @@ from firstlight.engine.parallel.placement import Shard
 
 
 class MLP(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
-    """down(act(gate x) * up x), or down(act(up x)) when not `gated`."""
+    """scale down(act(gate_scale gate x) * up x), or scale down(act(up x)) when not `gated`."""
 
     intermediate: int
     activation: str
     gated: bool = True
     bias: bool = False
+    gate_scale: float = 1.0
+    scale: float = 1.0
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
         columns = Shard(0, self.intermediate, unit_name="feed-forward channels")
