@@ -1,0 +1,87 @@
+"""A live run, a dashboard over it in a process of its own, and a real browser."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.workbench import Bringup
+from firstlight.workbench.infer import Question
+
+ROOT = Path(__file__).parents[2]
+MENAGERIE = ROOT / "data" / "samples" / "menagerie"
+PICTURES = ROOT / "data" / "samples" / "pictures"
+BROWSER = "/usr/bin/chromium"
+ARGUMENTS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs that the dashboard shows."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="package")
+def live(runs: Path) -> Iterator[Bringup]:
+    """A run of the sample model on two ranks that went up the ladder and whose engine answers."""
+    with Bringup(MENAGERIE, run=runs / "live", tp=2, max_context=256, telemetry_hz=5.0) as bringup:
+        for report in (bringup.scan(), bringup.plan(), bringup.load(), bringup.start()):
+            assert report.passed, report
+        questions = [Question(prompt="What animal is this?", picture=PICTURES / "cat.png", name="cat")]
+        bringup.infer([*questions, Question(prompt="What does a cow say?")])
+        assert bringup.verify().passed
+        assert bringup.profile(bandwidth=False).passed
+        yield bringup
+
+
+@pytest.fixture(scope="package")
+def address(runs: Path, live: Bringup) -> Iterator[str]:
+    """Where the dashboard listens."""
+    yield from serve(str(runs), "--port", "0")
+
+
+def serve(*arguments: str) -> Iterator[str]:
+    """A dashboard as its own process, for the time of the iteration; the address it prints."""
+    command = [sys.executable, "-m", "firstlight.workbench", "dashboard", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("http"))
+        yield line.split()[0]
+    finally:
+        process.terminate()
+        process.wait(20)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Any]:
+    if not Path(BROWSER).exists():
+        pytest.skip(f"there is no browser at {BROWSER}; on Debian: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        started = play.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+class Errors(list[str]):
+    """What a page complained about."""
+
+    def watch(self, page: Any) -> Any:
+        page.on("pageerror", lambda error: self.append(str(error)))
+        page.on("console", lambda message: self.append(message.text) if message.type == "error" else None)
+        return page
+
+
+@pytest.fixture
+def errors() -> Errors:
+    return Errors()

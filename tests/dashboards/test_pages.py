@@ -1,0 +1,205 @@
+"""The dashboard in a real browser, on a real run with a live engine."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from firstlight.workbench import Bringup
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.report import Draft
+from firstlight.workbench.runs import Run
+from tests.dashboards.conftest import MENAGERIE, PICTURES, Errors, serve
+
+TABS = {  # what each tab shows of the live run
+    "Overview": ["Ladder", "Answers", "requests running"],
+    "Checkpoint": ["every tensor is accounted for", "language_model.lm_head.weight"],
+    "Memory": ["Planned, by rank and role", "Measured: what the running engine holds", "rank 1"],
+    "Loading": ["resident bytes are those planned", "rank"],
+    "Layers": ["Operators, rank 0", "layers.0.mixer", "decode (ms)"],
+    "Communication": ["Where a step goes", "Overlap, by rank", "all_reduce tp"],
+    "Verify": ["checks", "prompt layers", "noise"],
+    "Live": ["BF16 on cpu", "Ask"],
+    "Hardware": ["host", "memory total", "not available", "nvml"],
+    "Topology": ["Mesh: tp 2", "rank 1", "Links, measured"],
+    "Runs": ["Compare", "live"],
+}
+
+
+def open_page(browser: Any, url: str, errors: Errors, width: int = 1280, **options: Any) -> Any:
+    context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+    page = errors.watch(context.new_page())
+    page.goto(url)
+    return page
+
+
+def shown(page: Any) -> str:
+    """Everything that can be read on the page, shadow roots included."""
+    return str(page.locator("body").inner_text())
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_tab_shows_the_live_run_and_fits_the_screen(
+    browser: Any, address: str, errors: Errors, width: int
+) -> None:
+    page = open_page(browser, f"{address}?run=live", errors, width)
+    for tab, words in TABS.items():
+        page.get_by_role("button", name=tab, exact=True).click()
+        for word in words:
+            page.get_by_text(word).first.wait_for(timeout=20_000)
+        assert f"tab={tab}" in page.url
+        overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert overflow <= 1, f"{tab} is {overflow} pixels wider than the screen"
+    assert not errors
+    page.context.close()
+
+
+def test_a_link_leads_to_a_tab_of_a_run_and_tabs_are_reached_by_keyboard(
+    browser: Any, address: str, errors: Errors
+) -> None:
+    page = open_page(browser, f"{address}?run=live&tab=Verify", errors)
+    page.get_by_text("prompt layers").first.wait_for()
+    page.get_by_role("button", name="Layers", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.get_by_text("Operators, rank 0").first.wait_for()
+    assert "tab=Layers" in page.url
+    before = page.evaluate("document.documentElement.dataset.theme")
+    page.get_by_text("light / dark").click()
+    assert page.evaluate("document.documentElement.dataset.theme") != before
+    assert not errors
+    page.context.close()
+
+
+def test_a_question_about_a_picture_is_answered_in_two_browsers_at_once(
+    browser: Any, address: str, errors: Errors
+) -> None:
+    pages = [open_page(browser, f"{address}?run=live&tab=Live", errors) for _ in range(2)]
+    for page, picture in zip(pages, ("cat.png", "dog.png"), strict=True):
+        page.get_by_text("BF16 on cpu").first.wait_for()
+        page.locator("input[type=file]").set_input_files(PICTURES / picture)
+        page.locator("textarea").fill("What animal is this?")
+        page.locator("textarea").blur()
+    for page in pages:
+        page.get_by_role("button", name="Ask", exact=True).click()
+    for page, animal in zip(pages, ("A cat.", "A dog."), strict=True):
+        page.get_by_text(animal).first.wait_for(timeout=30_000)
+        page.get_by_text("What goes into the model").first.wait_for()
+        text = shown(page)
+        assert "pixel_values" in text
+        assert "tokens in" in text
+        assert ("A dog." in text) != (animal == "A cat."), "each page has its own conversation"
+    assert not errors
+    for page in pages:
+        page.context.close()
+
+
+def test_what_is_foreign_is_shown_and_not_run(browser: Any, address: str, runs: Path, errors: Errors) -> None:
+    evil = '<img src=x onerror="window.wrong=1"><script>window.wrong=1</script>'
+    run = Run.at(runs / "evil", evil, evil)
+    draft = Draft("infer", evil)
+    draft.check(evil, False, detail=evil)
+    draft.table("answers", [{"question": evil, "answer": evil * 20}])
+    draft.table(evil, [{evil: evil}])
+    run.add(draft.close())
+    page = open_page(browser, f"{address}?run=evil", errors)
+    for tab in ("Overview", "Checkpoint", "Runs", "Topology"):
+        page.get_by_role("button", name=tab, exact=True).click()
+        page.wait_for_timeout(500)
+    page.get_by_text("onerror").first.wait_for()
+    assert page.evaluate("window.wrong") is None
+    page.context.close()
+
+
+def test_news_arrives_without_a_reload_and_a_reload_shows_the_same(
+    browser: Any, address: str, runs: Path, errors: Errors
+) -> None:
+    import time
+
+    run = Run.at(runs / "loading", "menagerie", str(MENAGERIE))
+    page = open_page(browser, f"{address}?run=loading", errors)
+    page.get_by_text("Ladder").first.wait_for()
+
+    def tell(done: float) -> None:
+        event = ProgressEvent(
+            time_s=time.time(), rung="load", phase="read", done=done, total=4096.0, unit="B", detail=f"layer {done:.0f}"
+        )
+        run.events.put(event)
+        assert run.events.flush()
+
+    tell(1024.0)
+    page.get_by_text("layer 1024").first.wait_for(timeout=10_000)
+    page.reload()
+    page.get_by_text("layer 1024").first.wait_for(timeout=10_000)
+    tell(2048.0)
+    page.get_by_text("layer 2048").first.wait_for(timeout=10_000)
+    draft = Draft("load", "menagerie")
+    draft.check("bytes are there", False, detail="a shard is missing")
+    run.add(draft.close())
+    page.get_by_text("What failed").first.wait_for(timeout=10_000)
+    assert not errors
+    run.close()
+    page.context.close()
+
+
+def test_runs_are_compared_figure_by_figure(browser: Any, address: str, runs: Path, errors: Errors) -> None:
+    for name, value in (("first", 10.0), ("second", 25.0)):
+        run = Run.at(runs / name, "menagerie", str(MENAGERIE))
+        draft = Draft("profile", "menagerie")
+        draft.check("measured", True)
+        draft.metric("decode_ms", value, "ms")
+        run.add(draft.close())
+    page = open_page(browser, f"{address}?run=first&tab=Runs", errors)
+    page.get_by_text("Compare").first.wait_for()
+    field = page.locator("input[type=search], .choices__input--cloned").first
+    for name in ("first", "second"):
+        field.click()
+        page.get_by_role("option", name=name, exact=True).first.click()
+    page.get_by_text("Figure by figure").first.wait_for(timeout=15_000)
+    assert "2.5" in shown(page)
+    page.context.close()
+
+
+def test_only_runs_of_the_folder_can_be_opened(browser: Any, address: str, errors: Errors) -> None:
+    for name in ("../live", "..", "/etc", "nothing"):
+        page = open_page(browser, f"{address}?run={name}", errors)
+        page.get_by_text("Overview").first.wait_for()
+        page.wait_for_timeout(800)
+        assert "root:" not in shown(page)
+        page.context.close()
+    for path in ("static/../../../etc/passwd", "run.json", "live/run.json", "..%2f..%2fetc/passwd"):
+        assert httpx.get(f"{address}{path}").status_code in (403, 404), path
+
+
+def test_a_token_is_asked_for_and_kept(runs: Path, live: Bringup, browser: Any, errors: Errors) -> None:
+    for address in serve(str(runs), "--port", "0", "--token", "secret-token"):
+        base = address.partition("?")[0]
+        assert address.endswith("?token=secret-token")
+        refused = httpx.get(base, follow_redirects=True)
+        assert refused.status_code == 401
+        assert "wants its token" in refused.text
+        assert httpx.get(f"{base}?token=wrong", follow_redirects=True).status_code == 401
+        page = open_page(browser, f"{base}?token=secret-token&run=live", errors)
+        page.get_by_text("Ladder").first.wait_for(timeout=15_000)
+        page.goto(f"{base}?run=live&tab=Verify")
+        page.get_by_text("prompt layers").first.wait_for(timeout=15_000)
+        page.context.close()
+
+
+def test_an_engine_that_is_killed_is_shown_with_rank_and_phase(
+    browser: Any, address: str, runs: Path, errors: Errors
+) -> None:
+    with Bringup(MENAGERIE, run=runs / "killed", tp=2, max_context=128) as bringup:
+        assert bringup.start().passed
+        page = open_page(browser, f"{address}?run=killed", errors)
+        page.get_by_text("requests running").first.wait_for(timeout=15_000)
+        assert bringup.host is not None
+        os.kill(bringup.host.pids[1], signal.SIGKILL)
+        page.get_by_text("rank 1 in phase").first.wait_for(timeout=30_000)
+        page.get_by_role("button", name="Topology", exact=True).click()
+        page.locator(".alarm").first.wait_for(timeout=10_000)
+        page.get_by_role("button", name="Live", exact=True).click()
+        page.get_by_text("the engine failed").first.wait_for(timeout=10_000)
+        page.context.close()

@@ -1,0 +1,125 @@
+"""What the pages show is read from run directories: as they are, as they grow, and nothing outside."""
+
+from pathlib import Path
+
+import pytest
+
+from firstlight.dashboards import figures, html
+from firstlight.dashboards.store import DataStore, Follower
+from firstlight.engine.errors import Refused
+from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.readings import Bucket, Reading
+from firstlight.workbench.report import Draft
+from firstlight.workbench.runs import Run
+
+
+def report(verb: str, passed: bool = True) -> Draft:
+    draft = Draft(verb, "toy")
+    draft.check("a check", passed)
+    return draft
+
+
+def reading(time_s: float, value: float | None, device: str = "gpu 0") -> Reading:
+    reason = "" if value is not None else "NotSupported"
+    return Reading(time_s=time_s, source="nvml", device=device, metric="power", unit="W", value=value, reason=reason)
+
+
+def test_a_follower_sees_what_is_added_and_nothing_changes_without_news(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "a", "toy", "ckpt")
+    follower = Follower(tmp_path / "a")
+    follower.poll()
+    first = follower.snapshot
+    follower.poll()
+    assert follower.snapshot is first
+    run.add(report("scan").close())
+    run.events.put(ProgressEvent(time_s=1.0, rung="load", phase="read", done=1.0, total=4.0, unit="B"))
+    run.events.put(ProgressEvent(time_s=2.0, rung="load", phase="read", done=3.0, total=4.0, unit="B"))
+    for time_s, value in ((1.0, 100.0), (2.0, None), (3.0, 300.0)):
+        run.events.put(reading(time_s, value))
+    assert run.events.flush()
+    follower.poll()
+    now = follower.snapshot
+    assert now.version > first.version
+    assert [one.verb for one in now.reports] == ["scan"]
+    assert now.progress["load", "read"].rate == pytest.approx(2.0)
+    trail = now.trails["nvml", "gpu 0", "power"]
+    assert trail.values == (100.0, None, 300.0)
+    assert trail.last.value == 300.0
+    assert first.reports == (), "what was handed out stays as it was"
+    run.close()
+    follower.close()
+
+
+def test_a_follower_that_comes_late_shows_the_same(tmp_path: Path) -> None:
+    with Run.at(tmp_path / "a", "toy", "ckpt") as run:
+        run.add(report("scan").close())
+        run.add(report("plan", passed=False).close())
+        for second in range(500):
+            run.events.put(reading(float(second), float(second)))
+        assert run.events.flush()
+        early = Follower(tmp_path / "a")
+        early.poll()
+    late = Follower(tmp_path / "a")
+    late.poll()
+    assert late.snapshot.reports == early.snapshot.reports
+    assert late.snapshot.trails == early.snapshot.trails
+    assert late.snapshot.latest("plan") is not None
+    assert not late.snapshot.has_engine
+
+
+def test_only_runs_below_the_root_can_be_followed(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    Run.at(root / "inside", "toy", "ckpt")
+    Run.at(tmp_path / "outside", "toy", "ckpt")
+    (root / "rubbish").mkdir()
+    (root / "broken").mkdir()
+    (root / "broken" / "run.json").write_text("{")
+    store = DataStore(root)
+    assert [name for name, _ in store.runs()] == ["inside"]
+    assert store.follow("inside").snapshot.record.model == "toy"
+    for name in ("../outside", "..", ".", "", "/etc", "rubbish", "absent", str(tmp_path / "outside")):
+        with pytest.raises(Refused, match="there is no run"):
+            store.follow(name)
+    store.close()
+
+
+def test_text_from_outside_is_escaped_wherever_it_stands() -> None:
+    evil = "<b>\u202ex</b>"
+    pieces = (
+        html.table([{evil: evil}]),
+        html.card(evil, ""),
+        html.figures([(evil, evil)]),
+        html.stacked([(evil, {evil: 1.0}, evil)]),
+        html.nothing(evil),
+        str(figures.layer_bars([{"rank": 0, "block": evil, "decode_ms": 1.0}], "decode")["data"][0]["hovertext"]),
+    )
+    for piece in pieces:
+        assert "<b>\u202e" not in piece
+        assert "&lt;b&gt;" in piece
+
+
+def test_curves_break_where_nothing_was_read() -> None:
+    buckets = [Bucket(float(t), 1, 1.0, 1.0, 1.0, 0) for t in (*range(10), *range(60, 70))]
+    (line,) = figures.curves({"gpu 0": buckets}, "W")["data"]
+    assert line["y"].count(None) == 1
+    assert len(line["y"]) == 21
+
+
+def test_what_reaches_beyond_its_block_is_overlapped() -> None:
+    def row(kind: str, start: float, long: float) -> dict[str, object]:
+        return {
+            "phase": "decode",
+            "rank": 0,
+            "name": kind,
+            "kind": kind,
+            "start_ms": start,
+            "duration_ms": long,
+            "moved_bytes": 8,
+        }
+
+    inside = [row("compute", 0.0, 10.0), row("collective", 4.0, 2.0)]
+    (found,) = figures.overlap(inside, "decode")
+    assert (found["collective_ms"], found["overlapped"]) == (2.0, 0.0)
+    beyond = [row("compute", 0.0, 10.0), row("compute", 10.0, 10.0), row("collective", 8.0, 8.0)]
+    (found,) = figures.overlap(beyond, "decode")
+    assert found["overlapped"] == pytest.approx(75.0)
