@@ -160,11 +160,12 @@ def suffixes(format_: Format) -> tuple[Part, ...]:
 def fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Format | Problem:
     """The spelling of a format that takes all the tensors that are there, or what is wrong with the nearest."""
     problems: list[tuple[int, Problem]] = []
+    codes = {variant.parts[0].suffix for variant in format_.variants()}  # of another spelling: a weight of its own
     for variant in format_.variants():
         suffixes = {part.suffix for part in variant.parts}
         if there.get(variant.parts[0].suffix) is not main:
             continue
-        missing, extra = suffixes - there.keys(), there.keys() - suffixes
+        missing, extra = suffixes - there.keys(), there.keys() - suffixes - codes
         problem = _mismatch(variant, main, there)
         if problem is None:
             if not extra:
@@ -174,8 +175,8 @@ def fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) 
         problems.append((len(missing) * 2 + len(extra), problem))
     if problems:
         return min(problems, key=lambda item: item[0])[1]
-    codes = ", ".join(dict.fromkeys(variant.parts[0].suffix for variant in format_.variants()))
-    return ("conflicting-flag", format_.describe(), "codes", codes, f"{main.name.rsplit('.', 1)[-1]} in {main.dtype}")
+    named = ", ".join(sorted(codes))
+    return ("conflicting-flag", format_.describe(), "codes", named, f"{main.name.rsplit('.', 1)[-1]} in {main.dtype}")
 
 
 def _mismatch(variant: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Problem | None:
@@ -246,8 +247,13 @@ def with_columns(packed: Packed, columns: int) -> Packed | None:
     slack = packed.shape[-1] - columns
     if not 0 <= slack < packed.format.padding:
         return None
-    shape = (*packed.shape[:-1], columns)
-    parts = zip(packed.format.parts, packed.tensors, strict=True)
-    if any(part.shape(shape) != tensor.shape for part, tensor in parts):
-        return None
-    return Packed(packed.name, shape, packed.format, packed.tensors)
+    fitted = Packed(packed.name, (*packed.shape[:-1], columns), packed.format, packed.tensors)
+    return None if misfit(fitted) else fitted
+
+
+def misfit(packed: Packed) -> tuple[TensorInfo, tuple[int, ...]] | None:
+    """The first of its tensors that has not the shape that the weight's asks for, and that shape."""
+    for part, tensor in zip(packed.format.parts, packed.tensors, strict=True):
+        if part.shape(packed.shape) != tensor.shape:
+            return tensor, part.shape(packed.shape)
+    return None
