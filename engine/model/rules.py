@@ -7,7 +7,7 @@ alternatives.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -103,17 +103,16 @@ class Matcher:
         item, templates = found
         return Match(item, tuple(template.format(*numbers, e="{e}") for template in templates))
 
-    def match_kind(self, kind: str, names: Sequence[str]) -> Template | None:
-        """The rule of all names that are `kind` but for `*` in place of numbers; its params have `*` for the same.
+    def match_kind(self, kind: str, first: str, names: Callable[[], Sequence[str]]) -> Template | None:
+        """The rule of all `names` that are `kind` but for `*` in place of numbers; its params have `*` for the same.
 
-        None when there is no one rule for all of them: then each is to be matched on its own.
+        None when there is no one rule for all of them: then each is to be matched on its own. `names`, of which one is
+        `first`, are asked for only where a rule of particular tensors may speak of one.
         """
-        text = "\n".join(names)
-        if text.count("\n") >= len(names):
-            return None
-        if any(shape.match(kind) and lines.search(text) for shape, lines in self._particular_kinds):
-            return None
-        found = self._find(names[0])
+        for shape, lines in self._particular_kinds:
+            if shape.match(kind) and lines.search("\n".join(names())):
+                return None
+        found = self._find(first)
         if found is None:
             return None
         item, templates = found

@@ -33,8 +33,9 @@ from firstlight.engine.weights.gaps import (
 )
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
-from firstlight.engine.weights.naming import by_pattern, pattern_range, shown
-from firstlight.engine.weights.packed import FLOATS, group, left_out, weight_name, with_columns
+from firstlight.engine.weights.lots import Consumed, Parameters, Sources
+from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
+from firstlight.engine.weights.packed import FLOATS, group, left_out, misfit, weight_name, with_columns
 from firstlight.engine.weights.padding import padded_findings
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
@@ -52,8 +53,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both.
     """
 
-    sources: dict[str, Source]
-    consumed: dict[str, tuple[str, ...]]
+    sources: Mapping[str, Source]
+    consumed: Mapping[str, tuple[str, ...]]
     left_out: dict[str, str]
     missing: tuple[str, ...]
     unconsumed: tuple[str, ...]
@@ -91,7 +92,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     Nothing is read but two tied heads, and the tails of padded tensors.
     Quantized weights are put together first, codes with their scales, as the configuration and the headers have them.
     """
-    params = {param.name: param for param in spec.parameters()}
+    params = Parameters(spec)
     scheme, findings = _scheme(checkpoint)
     book = _Book(params, checkpoint, scheme)
     kinds = stock(checkpoint.tensors.values()) if kinds is None else kinds
@@ -143,12 +144,12 @@ def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param])
 class _Book:
     """The account while it is being written."""
 
-    def __init__(self, params: Mapping[str, Param], checkpoint: Checkpoint, scheme: Scheme) -> None:
+    def __init__(self, params: Parameters, checkpoint: Checkpoint, scheme: Scheme) -> None:
         self.params = params
         self.checkpoint = checkpoint
         self.scheme = scheme
-        self.sources: dict[str, Source] = {}
-        self.consumed: dict[str, tuple[str, ...]] = {}
+        self.sources = Sources()
+        self.consumed = Consumed(checkpoint.tensors)
         self.left_out: dict[str, str] = {}
         self.unconsumed: list[str] = []
         self.findings: list[Finding] = []
@@ -186,6 +187,10 @@ class _Book:
         param = self.params.get(match.params[0].replace("{e}", "0"))
         if param is not None and packed.format.padding > 1:
             packed = with_columns(packed, param.shape[-1]) or packed
+            if wrong_part := misfit(packed):
+                part, shape = wrong_part
+                problem = ("shape-mismatch", pattern_of(param.name), str(list(shape)), str(list(part.shape)))
+                self._wrong(problem, part, param.name)
         filled: Sequence[str] = ()
         if len(match.params) == 1 and not match.rule.stacked and not packed.format.swapped:
             filled = match.params if self._whole(main, match, packed) else ()

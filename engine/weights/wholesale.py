@@ -14,11 +14,11 @@ from typing import Protocol
 import msgspec
 
 from firstlight.engine.model.rules import Matcher
-from firstlight.engine.model.spec import Param
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.lots import Consumed, Lot, Parameters, Sources, with_numbers_of
 from firstlight.engine.weights.packed import FLOATS, fitting, part_names, suffixes, weight_name, with_columns
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind
@@ -30,10 +30,10 @@ _name_of, _shape_of, _role_of = attrgetter("name"), attrgetter("shape"), attrget
 class Book(Protocol):
     """The account while it is being written, as far as it is written here."""
 
-    params: Mapping[str, Param]
+    params: Parameters
     scheme: Scheme
-    sources: dict[str, Source]
-    consumed: dict[str, tuple[str, ...]]
+    sources: Sources
+    consumed: Consumed
     fills: dict[str, str]
     plain: list[str]
 
@@ -110,54 +110,73 @@ def _of_each(kind: Kind, other: Kind, tensors: Mapping[str, TensorInfo]) -> list
 
 
 def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
-    names = weights.mains.names if weights.format is None else weights.mains.as_names(weights.pattern)
-    found = matcher.match_kind(weights.pattern, names) if names is not None else None
-    if names is None or found is None:
+    mains = weights.mains
+    first = mains.names[0] if weights.format is None else with_numbers_of(mains.names[0], weights.pattern)
+    found = matcher.match_kind(weights.pattern, first, lambda: mains.as_names(weights.pattern) or ())
+    if found is None:
         return
     rule, patterns = found
     if len(patterns) != 1 or rule.stacked or rule.transpose or rule.unpad:
         return
-    filled = weights.mains.as_names(patterns[0])
-    if filled is None:
-        return
-    params = list(map(book.params.get, filled))
-    if not all(params) or not book.sources.keys().isdisjoint(filled):
-        return
-    shapes, roles = set(map(_shape_of, params)), set(map(_role_of, params))
-    shape = _with_columns(weights, names[0], shapes)
+    pattern = patterns[0]
+    shapes = book.params.shapes(pattern)
+    shape = _with_columns(weights, first, shapes)
     if shapes != {shape}:
         return
-    if weights.format is None and not _is_meant(book, weights, len(shape), roles):
+    is_lot = pattern not in book.fills.values() and (roles := book.params.covered(pattern, mains, shape)) is not None
+    if is_lot and (weights.format is not None or _is_meant(book, weights, len(shape), roles)):
+        lot = Lot(pattern, weights.pattern, shape, mains, weights.kinds, weights.format, weights.parts)
+        book.params.cover(pattern)
+        book.sources.add(lot)
+        book.consumed.add(lot)
+    elif is_lot or not _enter_each(book, weights, pattern, shape):
         return
+    book.fills.update((kind.pattern, pattern) for kind in weights.kinds)
+
+
+def _enter_each(book: Book, weights: _Weights, pattern: str, shape: tuple[int, ...]) -> bool:
+    """Weights of which some parameters may be lacking, name by name; whether that could be done."""
+    names = weights.mains.as_names(weights.pattern)
+    filled = weights.mains.as_names(pattern)
+    if names is None or filled is None:
+        return False
+    params = list(map(book.params.get, filled))
+    if not all(params) or not book.sources.keys().isdisjoint(filled):
+        return False
+    roles = frozenset(map(_role_of, params))
+    if set(map(_shape_of, params)) != {shape}:
+        return False
+    if weights.format is None and not _is_meant(book, weights, len(shape), roles):
+        return False
     region: Region = tuple((0, size, 1) for size in shape)
     ones = list(zip(filled, strict=True))
     if weights.format is None:
         packs: Iterable[Packed | None] = repeat(None)
-        book.consumed.update(zip(weights.mains.names, ones, strict=True))
+        book.consumed.enter(zip(weights.mains.names, ones, strict=True))
     else:
-        parts = zip(*weights.parts, strict=True)
-        packs = map(Packed, names, repeat(shape), repeat(weights.format), parts)
+        packs = map(Packed, names, repeat(shape), repeat(weights.format), zip(*weights.parts, strict=True))
         for part in weights.parts:
-            book.consumed.update(zip(map(_name_of, part), ones, strict=True))
+            book.consumed.enter(zip(map(_name_of, part), ones, strict=True))
     sources = map(Source, weights.mains.names, repeat(region), repeat(False), repeat(False), packs)
-    book.sources.update(zip(filled, sources, strict=True))
-    book.fills.update((kind.pattern, patterns[0]) for kind in weights.kinds)
+    book.sources.enter(zip(filled, sources, strict=True))
+    return True
 
 
 def _with_columns(weights: _Weights, name: str, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of the weights, less the columns of a last word that is part empty, as the parameter has it."""
+    """The shape of the weights, less the columns of a last word that is part empty; none where parts do not fit it."""
     if weights.format is None or weights.format.padding == 1 or len(shapes) != 1:
         return weights.shape
     first = Packed(name, weights.shape, weights.format, tuple(part[0] for part in weights.parts))
     (wanted,) = shapes
-    return (with_columns(first, wanted[-1]) or first).shape if wanted else weights.shape
+    fitted = with_columns(first, wanted[-1]) if wanted else None
+    return fitted.shape if fitted is not None else ()
 
 
-def _is_meant(book: Book, weights: _Weights, dims: int, roles: set[str]) -> bool:
+def _is_meant(book: Book, weights: _Weights, dims: int, roles: frozenset[str] | None) -> bool:
     """Whether tensors stored plain may be so; what the configuration calls quantized is noted, as in single account."""
-    if dims != 2 or not book.scheme.groups or roles.isdisjoint(QUANTIZED_ROLES):
+    if dims != 2 or not book.scheme.groups or roles is None or roles.isdisjoint(QUANTIZED_ROLES):
         return True
-    if book.scheme.numbered or not roles <= set(QUANTIZED_ROLES):
+    if book.scheme.numbered or not roles <= QUANTIZED_ROLES:
         return False
     if book.scheme.of(weights.mains.names[0].removesuffix(".weight")) is not None:
         book.plain.extend(weights.mains.names)

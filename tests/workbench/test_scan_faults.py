@@ -132,7 +132,7 @@ FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
         0, "stale-index", "headers are the truth",
     ),
     "the index lists a tensor twice": (
-        lambda h: (h / INDEX).write_text((h / INDEX).read_text().replace("_map\": {", '_map": {"model.norm.weight": "x",')),
+        lambda h: (h / INDEX).write_text((h / INDEX).read_text().replace('_map": {', '_map": {"lm_head.weight": "x",')),
         1, "stale-index", "twice",
     ),
     "the index has no map": (lambda h: (h / INDEX).write_text('{"weight_map": 7}'), 2, "stale-index", "weight_map"),

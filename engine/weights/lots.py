@@ -1,0 +1,229 @@
+"""The account's two sides as mappings that know whole kinds by rule and make an entry only when it is asked for.
+
+A lot says: these tensors fill the parameters of that pattern, number by number, all of them. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import cached_property
+from itertools import chain
+from typing import TypeVar
+
+import msgspec
+
+from firstlight.engine.model.spec import ModelSpec, Param
+from firstlight.engine.parallel.census import Kind as ParamKind
+from firstlight.engine.parallel.census import census
+from firstlight.engine.weights.formats.grid import Format, Packed
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.naming import pattern_of
+from firstlight.engine.weights.source import Region, Source
+from firstlight.engine.weights.stock import Kind
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
+_ODD_NUMBER = re.compile(r"[\n.]0[0-9]")  # in bare names: a number with a leading zero
+V = TypeVar("V")
+
+
+class Parameters(Mapping[str, Param]):
+    """All parameters of a spec by name; those of lots are made when the first of them is asked for."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._lots: set[str] = set()
+        self._kinds: dict[str, list[ParamKind]] = {}
+        for kind in census(spec):
+            self._kinds.setdefault(pattern_of(kind.param.name), []).append(kind)
+
+    def covered(self, pattern: str, kind: Kind, shape: tuple[int, ...]) -> frozenset[str] | None:
+        """The roles of the parameters of a pattern if they have that shape and exactly the numbers of the kind."""
+        own = self._kinds.get(pattern)
+        if own is None or any(k.param.shape != shape or k.param.padding for k in own):
+            return None
+        layers = sorted(layer for k in own for layer in k.layers)
+        expected = [layers] + ([list(range(own[0].count))] if own[0].param.expert is not None else [])
+        if any((k.count, k.param.expert) != (own[0].count, own[0].param.expert) for k in own):
+            return None
+        if any(_NUMBER.findall(k.param.name)[:1] != [str(k.layers[0])] for k in own) or kind.numbers != expected:
+            return None
+        count = len(layers) * (own[0].count if own[0].param.expert is not None else 1)
+        is_exact = len(kind.tensors) == count and kind.bare.isascii() and not _ODD_NUMBER.search(kind.bare)
+        return frozenset(k.param.role for k in own) if is_exact else None
+
+    def shapes(self, pattern: str) -> set[tuple[int, ...]]:
+        """The shapes of the parameters of a pattern."""
+        return {kind.param.shape for kind in self._kinds.get(pattern, ())}
+
+    def cover(self, pattern: str) -> None:
+        """The parameters of a pattern are a lot."""
+        self._lots.add(pattern)
+        self.__dict__.pop("_few", None)
+
+    @cached_property
+    def _all(self) -> dict[str, Param]:
+        return {param.name: param for param in self._spec.parameters()}
+
+    @cached_property
+    def _few(self) -> dict[str, Param]:
+        """Those that are in no lot."""
+        rest = [kind for pattern, kinds in self._kinds.items() if pattern not in self._lots for kind in kinds]
+        if any(kind.count > 1 for kind in rest):
+            return self._all
+        return {param.name: param for kind in rest for param in _each(kind)}
+
+    def __getitem__(self, name: str) -> Param:
+        if (found := self._few.get(name)) is not None:
+            return found
+        if pattern_of(name) not in self._lots:
+            raise KeyError(name)
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return sum(kind.count * len(kind.layers) for kinds in self._kinds.values() for kind in kinds)
+
+
+def _each(kind: ParamKind) -> Iterator[Param]:
+    """The parameter of each layer of a kind."""
+    first, param = f"layers.{kind.layers[0]}.", kind.param
+    for layer in kind.layers:
+        here = f"layers.{layer}."
+        if layer == kind.layers[0]:
+            yield param
+            continue
+        assert param.name.startswith(first)
+        storage = param.storage.replace(first, here, 1)
+        yield msgspec.structs.replace(param, name=param.name.replace(first, here, 1), storage=storage, layer=layer)
+
+
+class Lot:
+    """Weights of one kind and the parameters of one pattern that they fill, each the one with its own numbers.
+
+    `kinds`: kinds of tensors of which all members are in the lot. `parts`: all tensors of quantized weights, in the
+    order of the format's parts, each in the order of `mains`.
+    """
+
+    def __init__(
+        self,
+        params: str,
+        weights: str,
+        shape: tuple[int, ...],
+        mains: Kind,
+        kinds: tuple[Kind, ...],
+        format: Format | None = None,
+        parts: tuple[list[TensorInfo], ...] = (),
+    ) -> None:
+        self.params, self.weights, self.shape = params, weights, shape
+        self.mains, self.kinds, self.format, self.parts = mains, kinds, format, parts
+        self.region: Region = tuple((0, size, 1) for size in shape)
+
+    def __len__(self) -> int:
+        return len(self.mains.tensors)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Name of each parameter -> its place among the weights."""
+        names = self.mains.as_names(self.params)
+        assert names is not None
+        return {name: place for place, name in enumerate(names)}
+
+    def source(self, place: int) -> Source:
+        main = self.mains.tensors[place]
+        if self.format is None:
+            return Source(main.name, self.region)
+        name = with_numbers_of(main.name, self.weights)
+        packed = Packed(name, self.shape, self.format, tuple(part[place] for part in self.parts))
+        return Source(main.name, self.region, packed=packed)
+
+
+def with_numbers_of(name: str, pattern: str) -> str:
+    """The name of a pattern with the numbers of another name."""
+    found = iter(_NUMBER.findall(name))
+    return "".join(next(found) if part == "*" else part for part in re.split(r"(\*)", pattern))
+
+
+class _Book(MutableMapping[str, V]):
+    """Entries one by one beside lots."""
+
+    def __init__(self) -> None:
+        self._single: dict[str, V] = {}
+        self._lots: dict[str, Lot] = {}
+
+    def __setitem__(self, name: str, value: V) -> None:
+        self._single[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("nothing is struck out of an account")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._single or (isinstance(name, str) and self._of_lot(name) is not None)
+
+    def __getitem__(self, name: str) -> V:
+        found = self._single.get(name)
+        if found is None and (found := self._of_lot(name)) is None:
+            raise KeyError(name)
+        return found
+
+    @property
+    def lots(self) -> tuple[Lot, ...]:
+        """Whole kinds; what is not in them is in `singles`."""
+        return tuple(dict.fromkeys(self._lots.values()))
+
+    @property
+    def singles(self) -> Mapping[str, V]:
+        return self._single
+
+    def enter(self, entries: Iterable[tuple[str, V]]) -> None:
+        """Many at once."""
+        self._single.update(entries)
+
+    def _of_lot(self, name: str) -> V | None:
+        raise NotImplementedError
+
+
+class Sources(_Book[Source]):
+    """Parameter -> where it comes from."""
+
+    def add(self, lot: Lot) -> None:
+        self._lots[lot.params] = lot
+
+    def _of_lot(self, name: str) -> Source | None:
+        lot = self._lots.get(pattern_of(name)) if self._lots else None
+        place = lot.places.get(name) if lot is not None else None
+        return None if lot is None or place is None else lot.source(place)
+
+    def __iter__(self) -> Iterator[str]:
+        places = (lot.places for lot in self._lots.values())
+        return chain(self._single, (name for of_lot in places for name in of_lot if name not in self._single))
+
+    def __len__(self) -> int:
+        return len(self._single) + sum(map(len, self._lots.values()))
+
+
+class Consumed(_Book[tuple[str, ...]]):
+    """Tensor -> the parameters that it fills. `tensors` are all there are."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def add(self, lot: Lot) -> None:
+        self._lots.update((kind.pattern, lot) for kind in lot.kinds)
+
+    def _of_lot(self, name: str) -> tuple[str, ...] | None:
+        lot = self._lots.get(pattern_of(name)) if self._lots else None
+        if lot is None or name not in self._tensors:
+            return None
+        return (with_numbers_of(name, lot.params),)
+
+    def __iter__(self) -> Iterator[str]:
+        kinds = (kind for lot in self.lots for kind in lot.kinds)
+        return chain(self._single, (name for kind in kinds for name in kind.names if name not in self._single))
+
+    def __len__(self) -> int:
+        kinds = (kind for lot in self.lots for kind in lot.kinds)
+        return len(self._single) + sum(len(kind.tensors) for kind in kinds)
