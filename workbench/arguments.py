@@ -22,6 +22,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "token_budget": "token_budget",
         "max_new_tokens": "max_new_tokens",
         "threads": "threads",
+        "residency": "residency",
+        "weights_budget": "weights_budget",
     },
 }
 NOT_IN_FILES = {"config", "help", "json", "run", "quiet"}

@@ -14,6 +14,7 @@ from firstlight.engine.serving.stream import EngineFailed
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.inputs_report import add_inputs
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.residency import add_residency
 from firstlight.workbench.side_files import has_chat_template
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def generate(
         raise EngineFailed((last and last.error) or "the engine gave no answer")
     _figures(draft, last, len(tokens), first_s)
     draft.table("answer", [{"text": text, "finish": last.finish, "seed": last.seed, "token_ids": tokens}])
+    add_residency(draft, engine.memory())
     add_inputs(draft, prepare(info.checkpoint, prompt, images, chat))
     return draft.close()
 

@@ -14,6 +14,7 @@ from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.residency import add_residency
 
 START_DEADLINE_S = 4 * 3600.0  # stages have deadlines of their own; this one is for what they forget
 STAGES_TOLD = ("load",)  # stages whose progress counts bytes
@@ -130,4 +131,5 @@ def _memory(draft: Draft, ranks: tuple[RankMemory, ...]) -> None:
             for rank in ranks
         ),
     )
+    add_residency(draft, ranks)
     draft.table("pools", ({"rank": rank.rank, **msgspec.to_builtins(pool)} for rank in ranks for pool in rank.pools))

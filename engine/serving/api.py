@@ -68,6 +68,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank; `resident_bytes` is the process's, with everything that is not in a pool.
 
+    `residency`: what of the weights came and went (`ResidencyReport`), None where all of them are in memory.
+
     `allocated_bytes` and `reserved_bytes` are torch's own account of a GPU's memory; None on CPUs, which have none.
     """
 
@@ -80,6 +82,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
+    residency: dict[str, Any] | None = None
 
 
 class EngineLike(Protocol):
