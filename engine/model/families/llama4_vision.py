@@ -1,5 +1,7 @@
 """Llama 4 with pictures: tiles whose patches turn by column and row, a class token that does not, pixels shuffled."""
 
+import msgspec
+
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.vision_common import (
@@ -74,6 +76,16 @@ def _tower(config: Config, text_hidden: int, image_token_id: int) -> PatchTower:
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     for key in ("boi_token_index", "eoi_token_index"):
         config.get(key)  # marks around pictures are tokens like others
+    if "vision_config" not in config:  # the architecture's own values are not those of any release
+        config.warn(
+            "config-invalid",
+            "config.json describes no vision tower; the text alone is counted and run",
+            expected="vision_config",
+            found="absent",
+            next="take config.json from the publisher's repository",
+        )
+        image_token(config, 200092)
+        return msgspec.structs.replace(text, family="llama4")
     tower = _tower(config.sub("vision_config"), text.hidden, image_token(config, 200092))
     return joined(config, "llama4", text, tower)
 
