@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from firstlight.engine.model.spec import ModelSpec, MoE
+from firstlight.engine.model.spec import ModelSpec
 from firstlight.workbench.compare import Deviation
 from firstlight.workbench.golden import Golden
 
@@ -91,7 +91,7 @@ class Case:
         floor = (self.forced_floor if forced else self.floor).get(name)
         if floor is not None:
             return 2 * int(self.outside(floor).sum()) + math.ceil(OUTLIER_SHARE * count)
-        routers = sum(isinstance(layer.ffn, MoE) for layer in self.spec.layers)
+        routers = sum(layer.experts is not None for layer in self.spec.layers)
         share = max(OUTLIER_SHARE, min(ROUTED_SHARE * routers, MOST_ROUTED_SHARE))
         return math.ceil(share * count)
 

@@ -113,6 +113,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
     try:
         try:
             _mirror(parsed)
+            _fall_back(parsed)
             session.run = _run_directory(parsed)
             session.require(verb)
             report = command.run(parsed, session)
@@ -124,6 +125,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
         return session.finish(report, parsed.json, brief).exit_status
     finally:
         session.close()
+        _fall_back(None)
 
 
 def load_command(verb: str) -> Command:
@@ -151,6 +153,18 @@ def _mirror(parsed: argparse.Namespace) -> None:
         from firstlight.engine.weights.sources.mirror import mirror
 
         parsed.checkpoint = str(mirror(source, keep=getattr(parsed, "keep", False)))
+
+
+def _fall_back(parsed: argparse.Namespace | None) -> None:
+    """What no family knows is computed by the reference, as asked for; None: no longer."""
+    mode = getattr(parsed, "fallback", None)
+    if mode is None and parsed is not None:
+        return
+    from firstlight.workbench.fallback import refuse_unused_trust, use
+
+    trusts = bool(getattr(parsed, "trust_remote_code", False))
+    refuse_unused_trust(trusts, mode or "auto")
+    use(mode or "never", getattr(parsed, "checkpoint", None) or "", trusts)
 
 
 def _title(parsed: argparse.Namespace) -> str:

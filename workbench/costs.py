@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from firstlight.engine.model.spec import ModelSpec, MoE
+from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import localize
@@ -35,8 +35,8 @@ def block_costs(spec: ModelSpec, mesh: Mesh, dtype: str, tokens: int) -> dict[st
             elements *= size
         count, share, per_token = float(kind.count), 1.0, 1.0
         if kind.param.expert is not None:
-            ffn = spec.layers[kind.param.layer].ffn
-            assert isinstance(ffn, MoE)
+            ffn = spec.layers[kind.param.layer].experts
+            assert ffn is not None
             count /= mesh.ep
             share = 1 - (1 - ffn.router.top_k / ffn.num_experts) ** tokens
             per_token = ffn.router.top_k / ffn.num_experts
@@ -54,5 +54,5 @@ def _block(param: str, layer: int) -> str:
     """The block that a parameter belongs to; norms count with the block they stand before."""
     if not param.startswith("layers."):
         return "embed" if param.startswith("embed") else "head"
-    part = param.split(".")[2]
-    return f"layers.{layer}.{'mixer' if 'mixer' in part else 'ffn'}"
+    is_mixer = any("mixer" in part for part in param.split(".")[2:5])
+    return f"layers.{layer}.{'mixer' if is_mixer else 'ffn'}"

@@ -21,10 +21,11 @@ def layer_rows(spec: ModelSpec) -> Iterator[dict[str, Any]]:
 
 
 def _blocks(layer: LayerSpec) -> dict[str, str]:
-    return {
-        "mixer": layer.mixer.words() if layer.mixer is not None else "none",
-        "feed_forward": layer.ffn.words() if layer.ffn is not None else "none",
-    }
+    mixers = [part.mixer.words() for part in layer.whole if part.mixer is not None]
+    feed_forwards = [
+        block.words() for block in (*(part.ffn for part in layer.whole), layer.shortcut) if block is not None
+    ]
+    return {"mixer": "; ".join(mixers) or "none", "feed_forward": "; ".join(feed_forwards) or "none"}
 
 
 def span(start: int, count: int) -> str:
@@ -41,7 +42,8 @@ def operator_rows(spec: ModelSpec) -> Iterator[dict[str, str]]:
         yield _row("layer_norm", "vision tower" if spec.vision is not None else "layers and output")
     callers: dict[str, dict[str, None]] = {}
     for layer in dict.fromkeys(spec.layers):
-        for block in (layer.mixer, layer.ffn):
+        parts = [block for part in layer.whole for block in (part.mixer, part.ffn)]
+        for block in (*parts, layer.shortcut):
             for operator in block.operators() if block is not None else ():
                 assert block is not None
                 callers.setdefault(operator, {})[block.words()] = None
@@ -52,7 +54,7 @@ def operator_rows(spec: ModelSpec) -> Iterator[dict[str, str]]:
 
 def _norms(spec: ModelSpec) -> Iterator[Norm]:
     layers = spec.layers + (spec.vision.layers if spec.vision is not None else ())
-    for layer in dict.fromkeys(layers):
+    for layer in dict.fromkeys(part for whole in layers for part in whole.whole):
         for norm in (layer.mixer_norm, layer.ffn_norm, layer.post_mixer_norm, layer.post_ffn_norm):
             if norm is not None:
                 yield norm

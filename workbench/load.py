@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
@@ -25,6 +26,7 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.pages import Pages, reserve
 from firstlight.engine.weights.sources.local import LocalFiles, Method
+from firstlight.workbench import fallback_rungs
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files
@@ -59,6 +61,11 @@ def load(
         checkpoint.source.method = reader
     spec, matcher = FAMILIES.describe(checkpoint.config)
     refuse_impossible(spec, mesh)
+    if isinstance(spec, ForeignSpec):
+        draft = Draft("load", f"{checkpoint.name}, {spec.family}")
+        draft.find((*checkpoint.findings, *spec.findings))
+        run_dtype = spec.dtype if dtype == "auto" else dtype
+        return fallback_rungs.loaded(draft, checkpoint, spec, run_dtype, _device(device), progress)
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
     draft = Draft("load", f"{checkpoint.name}, {mesh.describe()}")
@@ -70,7 +77,7 @@ def load(
     roles: dict[str, list[int]] = {}
     hashed: list[dict[str, Any]] = []
     for rank in range(mesh.world_size):
-        pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger)
+        pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=True)
         progress(_phase("reserve memory", rank, mesh.world_size))
         started_s = time.perf_counter()
         weights = _load_rank(

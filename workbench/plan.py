@@ -13,6 +13,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time, traffic
 from firstlight.engine.parallel.hardware import Cluster
@@ -21,6 +22,7 @@ from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.engine.weights.tensor_count import tensor_count
+from firstlight.workbench import fallback_rungs
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files
 
@@ -52,6 +54,8 @@ def plan(
     draft = Draft("plan", name)
     spec, matcher = FAMILIES.describe(config)
     draft.find(spec.findings)
+    if isinstance(spec, ForeignSpec):
+        return fallback_rungs.planned(draft, str(source), spec, cluster, mesh, headroom)
     if (home := Path(source).expanduser()).is_dir():
         draft.find(absent_side_files(home, spec.vision is not None))
     stored = stored_format(config, spec.dtype, matcher.rules)

@@ -8,6 +8,7 @@ another order of summation makes: the floor under every comparison.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -32,9 +33,19 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 class Reference:
     """A checkpoint loaded whole by transformers, in float32."""
 
-    def __init__(self, model: Any, version: str) -> None:
+    def __init__(self, model: Any, version: str, info: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self.version = version
+        self.info = info or {}
+
+    @property
+    def model(self) -> Any:
+        """transformers' own module."""
+        return self._model
+
+    def with_types(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with the marks of picture tokens, where the model asks for them beside pictures."""
+        return _with_types(self._model, tensors)
 
     @classmethod
     def open(cls, directory: str | Path, *, dtype: str = "F32", trust_remote_code: bool = False) -> Reference:
@@ -63,20 +74,23 @@ class Reference:
                 raise unavailable(directory, str(error).splitlines()[0]) from error
         refuse_random(directory, info)
         _mend(model)
-        return cls(model.eval(), transformers.__version__)
+        return cls(model.eval(), transformers.__version__, _report(info))
 
     def run(self, inputs: Mapping[str, NDArray[Any]], generate: int = 0) -> Arrays:
         """`hidden.0` ... `hidden.L`, `logits`, with pictures `image_features`, and `generate` greedy tokens.
 
         `inputs` are a golden file's: `input_ids` [batch, tokens], optionally `attention_mask` and picture tensors.
         """
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        device = self._model.device
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in inputs.items()}
         tensors = _with_types(self._model, tensors)
         with torch.inference_mode(), quiet():
             with self._first_layer() as seen:
                 out = self._model(**tensors, output_hidden_states=True, use_cache=False)
-            found = {f"hidden.{i}": state.float().numpy() for i, state in enumerate(in_order(out.hidden_states, *seen))}
-            found["logits"] = out.logits.float().numpy()
+            found = {
+                f"hidden.{i}": state.float().cpu().numpy() for i, state in enumerate(in_order(out.hidden_states, *seen))
+            }
+            found["logits"] = out.logits.float().cpu().numpy()
             if len(pictures := pictures_of(tensors)):
                 found["image_features"] = features_of(self._model, pictures)
             if generate:
@@ -116,7 +130,7 @@ class Reference:
         finally:
             for hook in hooks:
                 hook.remove()
-        return kept[0].float().numpy()
+        return kept[0].float().cpu().numpy()
 
     @contextlib.contextmanager
     def _first_layer(self) -> Iterator[list[Tensor]]:
@@ -164,7 +178,7 @@ class Reference:
             out = self._model.generate(**tensors, generation_config=plain)
         finally:
             self._model.generation_config = own
-        return out[:, tensors["input_ids"].shape[1] :].numpy()
+        return out[:, tensors["input_ids"].shape[1] :].cpu().numpy()
 
 
 def load_transformers() -> Any:
@@ -179,6 +193,12 @@ def load_transformers() -> Any:
             )
         ) from error
     return transformers
+
+
+def part_of_transformers(name: str) -> Any:
+    """One of its modules, by its name below the package."""
+    load_transformers()
+    return importlib.import_module(f"transformers.{name}")
 
 
 def unavailable(directory: str | Path, reason: str) -> Refused:
@@ -209,6 +229,13 @@ def refuse_random(directory: str | Path, info: Any, expected: Callable[[str], bo
                 next="compare the names with the ledger (firstlight scan); verify against a golden file instead",
             )
         )
+
+
+def _report(info: Any) -> dict[str, Any]:
+    """transformers' own report of a loading, by name."""
+    names = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    read: Callable[[str], Any] = info.get if isinstance(info, Mapping) else lambda key: getattr(info, key, None)
+    return {name: read(name) or () for name in names}
 
 
 def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:

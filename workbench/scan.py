@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import ModelSpec, VisionSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -15,9 +16,11 @@ from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
 from firstlight.engine.weights.stock import Kind, by_dtype, stock
 from firstlight.engine.weights.uncollected import uncollected
+from firstlight.workbench import fallback_rungs
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from firstlight.workbench.describe import layer_rows, operator_rows
+from firstlight.workbench.fallback import remote_code
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files, side_file_rows
@@ -61,7 +64,11 @@ def _scan(
     kinds = stock(checkpoint.tensors.values())
     _files(draft, checkpoint)
     described = _architecture(draft, checkpoint)
-    ledger = account(checkpoint, *described, kinds) if described is not None else None
+    foreign = described is not None and isinstance(described[0], ForeignSpec)
+    ledger = account(checkpoint, *described, kinds) if described is not None and not foreign else None
+    if described is not None and isinstance(described[0], ForeignSpec):
+        fallback_rungs.scanned(draft, checkpoint, described[0])
+    draft.table("remote_code", remote_code(checkpoint))
     if ledger is not None and described is not None:
         _account(draft, ledger)
         _model(draft, checkpoint, *described)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.mesh import Mesh
@@ -49,7 +50,21 @@ def violations(spec: ModelSpec, mesh: Mesh) -> tuple[Finding, ...]:
     return tuple(_violations(spec, mesh))
 
 
+def _one_rank(spec: ForeignSpec, mesh: Mesh) -> Iterator[Finding]:
+    if mesh.world_size > 1:
+        yield fatal(
+            "unsupported-axis",
+            f"{spec.family} runs in the reference's own modules, which are not divided",
+            expected="one rank",
+            found=mesh.describe(),
+            next="run it on one rank, or write a family file (engine/model/families)",
+        )
+
+
 def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
+    if isinstance(spec, ForeignSpec):
+        yield from _one_rank(spec, mesh)
+        return
     places = placements(spec)
     if mesh.sp > 1:
         yield fatal(

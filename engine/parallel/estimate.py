@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from firstlight.engine.model.spec import ModelSpec, MoE
+from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import Mesh
 
@@ -54,7 +54,7 @@ def traffic(spec: ModelSpec, mesh: Mesh, element_bytes: int = 2) -> tuple[Traffi
         rows.append(_row("tp", "all_gather", spec.vocab_size * element_bytes * (mesh.tp - 1) / mesh.tp, 1))
     if mesh.ep > 1:
         ring = 2 * (mesh.ep - 1) / mesh.ep
-        count = sum(isinstance(layer.ffn, MoE) for layer in spec.layers)
+        count = sum(layer.experts is not None for layer in spec.layers)
         rows.append(_row("ep", "all_reduce", message * ring, -(-count // mesh.pp)))
     if mesh.pp > 1:
         rows.append(_row("pp", "send", message, 1))
@@ -71,7 +71,7 @@ def bytes_read(spec: ModelSpec, weights: Mapping[str, int], cache_bytes: int, to
     Of the experts those that at least one token chose, if tokens choose independently; one row of the embedding and no
     vision tower.
     """
-    moes = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoE)]
+    moes = [layer.experts for layer in spec.layers if layer.experts is not None]
     chosen = 1 - (1 - moes[0].router.top_k / moes[0].num_experts) ** tokens if moes else 1.0
     shares = {"expert": chosen, "vision": 0.0, "projector": 0.0, "embedding": 1.0 if spec.tied_head else 0.0}
     return round(sum(nbytes * shares.get(role, 1.0) for role, nbytes in weights.items())) + cache_bytes

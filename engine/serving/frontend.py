@@ -17,6 +17,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.inputs.detokenizer import Detokenizer
 from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
+from firstlight.engine.model.foreign import ForeignModel, ForeignSpec
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineInfo, PictureSource, Prompt
 from firstlight.engine.serving.request import Arrays, Request, SamplingParams, arrays_of
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 class Frontend:
     """The inputs of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, foreign: ForeignModel | None = None) -> None:
         self.checkpoint = checkpoint
         self.spec = spec
+        self.foreign = foreign
 
     @cached_property
     def processor(self) -> Processor:
@@ -74,6 +76,8 @@ class Frontend:
             ids = tuple(int(id_) for id_ in prompt)
             self._check_ids(ids)
             return Request(number=number, prompt_ids=ids, params=params, arrival_s=arrival_s)
+        if pictures and self.foreign is not None:
+            return self._foreign(number, prompt, pictures, params, chat, arrival_s)
         prepared = self.prepare(prompt, pictures, chat)
         images = {key: np.asarray(value) for key, value in prepared.tensors.items()}
         check_images(self.spec, images, sum(count for _, count in prepared.image_spans))
@@ -102,6 +106,23 @@ class Frontend:
         if isinstance(prompt, str):
             return self.processor.prepare(prompt, opened, chat)
         return self.processor.prepare_messages(prompt, opened)  # type: ignore[arg-type]
+
+    def _foreign(
+        self,
+        number: int,
+        prompt: Prompt,
+        pictures: Sequence[PictureSource],
+        params: SamplingParams,
+        chat: bool,
+        arrival_s: float,
+    ) -> Request:
+        """A request with pictures that only the vendor's own processor understands."""
+        assert self.foreign is not None
+        opened = [picture if isinstance(picture, Picture) else open_picture(picture) for picture in pictures]
+        ids, images = self.foreign.prepare(prompt, opened, chat)  # type: ignore[arg-type]
+        return Request(
+            number=number, prompt_ids=tuple(ids), params=params, images=arrays_of(images), arrival_s=arrival_s
+        )
 
     def token_bytes(self, id_: int) -> bytes:
         """The bytes of a token; none without a tokenizer."""
@@ -159,11 +180,18 @@ class Frontend:
             num_layers=self.spec.num_layers,
             hidden=self.spec.hidden,
             sees=self.spec.vision is not None,
-            operators=tuple((row.operator, row.implementation, row.chosen, row.reason) for row in rank.ops.report()),
+            operators=self._operators(rank),
             findings=rank.findings,
             load_s=rank.weights.read_s,
             load_bytes=rank.weights.bytes_read,
         )
+
+    def _operators(self, rank: Rank) -> tuple[tuple[str, str, bool, str], ...]:
+        """The choice of operators; a foreign model calls none but the last."""
+        rows = tuple((row.operator, row.implementation, row.chosen, row.reason) for row in rank.ops.report())
+        if not isinstance(self.spec, ForeignSpec):
+            return rows
+        return (("forward", self.spec.by, True, "fallback"), *(row for row in rows if row[0] == "sample"))
 
     def _check_ids(self, ids: Iterable[int]) -> None:
         wrong = [id_ for id_ in ids if not 0 <= id_ < self.spec.vocab_size]

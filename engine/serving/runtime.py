@@ -16,6 +16,7 @@ import numpy as np
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.model.build import Model
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import EngineInfo, Health, PictureSource, Prompt, RankMemory
@@ -48,7 +49,7 @@ class Engine:
         rank = worker.rank
         self.worker = worker
         self.pulse = pulse
-        self.frontend = Frontend(rank.checkpoint, rank.spec)
+        self.frontend = Frontend(rank.checkpoint, rank.spec, None if isinstance(rank.model, Model) else rank.model)
         self.scheduler = Scheduler(rank.limits, self.frontend.eos_ids, Sight.of(rank.spec).whole)
         self.status: Status = "starting"
         self.failure: Failure | None = None
@@ -91,7 +92,8 @@ class Engine:
             self.pulse.enter("warm-up text")
             self._first_token([0])
             vision = self.worker.rank.spec.vision
-            if vision is not None and sum(vision.counts(vision.blank())) + 2 <= self.scheduler.limits.max_context:
+            blank = vision.blank() if vision is not None else {}
+            if vision and blank and sum(vision.counts(blank)) + 2 <= self.scheduler.limits.max_context:
                 self.pulse.enter("warm-up image")
                 self._first_token(*self.frontend.blank_picture())
         self.pulse.enter("ready")
@@ -185,6 +187,8 @@ class Engine:
         """See `EngineLike.trace`."""
         rank = self.worker.rank
         command = trace_command(rank.spec, input_ids, attention_mask, tensors, layers, inputs, blocks)
+        if steps and command.images and not isinstance(rank.model, Model):  # whose picture is whose, it alone knows
+            command, steps = msgspec.structs.replace(command, steps=steps), 0
         greedy = self.frontend.greedy(command, steps, self._numbers) if steps else ()
         answers = self.call(lambda: self._ask(command))
         shares = [
@@ -261,6 +265,7 @@ class Engine:
             return
         with self._stepping:
             self._leave()
+        self.worker.rank.weights.close()
 
     def fail(self, failure: Failure) -> None:
         """The engine cannot go on: every running request ends with the reason, new ones are refused. Any thread."""

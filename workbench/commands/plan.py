@@ -23,6 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, default="latency", help="what to lay out for without a mesh")
     parser.add_argument("--cache-dtype", type=options.dtype, metavar="D", default="BF16", help="dtype of the cache")
     parser.add_argument("--headroom", type=options.share, metavar="F", default=0.15, help="part of memory left free")
+    options.fallback(parser)
     options.mesh(parser)
 
 

@@ -16,7 +16,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--reference", metavar="NAME", help="transformers (the default without --golden)")
     parser.add_argument("--layers", metavar="A:B", type=layers, help="compare layers A up to, not including, B")
     parser.add_argument("--limit", metavar="X", type=float, help="relative max-abs that passes, instead of the default")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the reference run the checkpoint's code")
     parser.add_argument(
         "--streamed",
         action="store_true",
