@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.awq import Awq
 from firstlight.engine.weights.formats.fp8 import Fp8
 from firstlight.engine.weights.formats.gptq import Gptq
@@ -16,8 +20,11 @@ from firstlight.engine.weights.formats.int8 import Int8
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
 from firstlight.engine.weights.formats.nvfp4 import NvFp4
 from firstlight.engine.weights.formats.packed_int import PackedInt
+from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
+from firstlight.engine.weights.packed import part_names
+from firstlight.engine.weights.packing import pack
 from firstlight.engine.weights.placing import STORED_DTYPES
-from firstlight.engine.weights.safetensors_file import Tagged, Tensor
+from firstlight.engine.weights.safetensors_file import Tagged, Tensor, read, write
 
 FORMATS: dict[str, Format] = {
     "fp8": Fp8(),
@@ -104,3 +111,31 @@ def part_of(format_: Format, stored: Mapping[str, torch.Tensor], box: Box, shape
         for part in format_.parts
     }
     return format_.unpack(cut, box, shape)
+
+
+def quantize(home: Path, quantization: Mapping[str, Any], packed: Path, plain: Path) -> None:
+    """Two copies of a checkpoint: one in the format that a configuration announces, and what that stands for, plain."""
+    raw = json.loads((home / "config.json").read_text())
+    scheme = announced({"quantization_config": quantization})
+    spec, matcher = FAMILIES.describe(raw)
+    roles = {param.name: param.role for param in spec.parameters()}
+    stored: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for path in sorted(home.glob("*.safetensors")):
+        for name, value in read(path).items():
+            match = matcher.match(name)
+            assert match is not None, name
+            assert isinstance(value, np.ndarray)
+            role = roles.get(match.params[0].replace("{e}", "0")) if match.params else None
+            format_ = scheme.of(name.removesuffix(".weight")) if role in QUANTIZED_ROLES and value.ndim > 1 else None
+            stored[name] = values[name] = value
+            if format_ is not None:
+                del stored[name]
+                turned = np.swapaxes(value, -1, -2) if format_.swapped else value
+                parts, turned = pack(turned, format_, seed=len(stored))
+                stored.update({part_names(name, part)[0]: parts[part.role] for part in format_.parts})
+                values[name] = np.ascontiguousarray(np.swapaxes(turned, -1, -2) if format_.swapped else turned)
+    for into, held, more in ((packed, stored, {"quantization_config": dict(quantization)}), (plain, values, {})):
+        into.mkdir()
+        write(into / "model.safetensors", held, {"format": "pt"})
+        (into / "config.json").write_text(json.dumps({**raw, **more}))
