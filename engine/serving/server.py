@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -349,10 +349,17 @@ def _name(desk: Desk, engine: Engine) -> str:
 
 
 class _Json(JSONResponse):
-    """msgspec's JSON: structs as they are, never NaN (null instead)."""
+    """msgspec's JSON: structs as they are, mappings of every kind as objects, never NaN (null instead)."""
 
     def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
+        return msgspec.json.encode(content, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A mapping that makes its entries when asked, as a dict."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} has no place in an answer")
 
 
 def _json(content: Any, status: int = 200) -> JSONResponse:
