@@ -43,6 +43,7 @@ from firstlight.engine.weights.wholesale import enter_kinds
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
+MANY = 20_000  # tensors from which on entries of whole kinds are made only when they are asked for
 MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are stored
 
 
@@ -50,7 +51,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """`sources`: parameter -> where it comes from. `consumed`: tensor -> parameters. `left_out`: tensor -> reason.
 
     A quantized weight's tensors are consumed by the parameters that it fills, scales and all. `fills`: of kinds that
-    were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both.
+    were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both. Of very many
+    tensors `sources` and `consumed` make entries when they are asked for (`lots.py`), and are no dicts.
     """
 
     sources: Mapping[str, Source]
@@ -342,8 +344,8 @@ class _Book:
         self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head, lost))
         self.findings.extend(unconsumed_findings(unknown))
         return Ledger(
-            sources=self.sources,
-            consumed=self.consumed,
+            sources=self.sources if len(tensors) >= MANY else dict(self.sources),
+            consumed=self.consumed if len(tensors) >= MANY else dict(self.consumed),
             left_out=self.left_out,
             missing=missing,
             unconsumed=tuple(self.unconsumed),

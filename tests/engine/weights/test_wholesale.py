@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.weights import wholesale
+from firstlight.engine.weights import ledger, wholesale
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from tests.engine.weights.releases import Stored, kimi_k3_tensors, shipped_config, write_release
@@ -23,11 +23,18 @@ def both(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, Ledger]:
     """The account with kinds entered at once from two members on, and with none."""
     checkpoint = Checkpoint.open(home)
     spec, matcher = FAMILIES.describe(checkpoint.config)
-    found = []
+    found: list[Ledger] = []
     for fewest in (2, 1 << 60):
         monkeypatch.setattr(wholesale, "FEWEST", fewest)
+        monkeypatch.setattr(ledger, "MANY", fewest)
         found.append(msgspec.structs.replace(account(checkpoint, spec, matcher), fills={}))
-    return found[0], found[1]
+    fast, plain = found
+    assert isinstance(plain.sources, dict)
+    assert len(fast.sources) == len(list(fast.sources)) == len(plain.sources)
+    assert len(fast.consumed) == len(list(fast.consumed)) == len(plain.consumed)
+    assert "layers.0.nothing.weight" not in fast.sources
+    assert "model.layers.99.mlp.up_proj.weight" not in fast.consumed
+    return fast, plain
 
 
 def small_k3() -> tuple[dict[str, Any], list[Stored]]:
