@@ -58,6 +58,22 @@ def test_one_rank_equals_transformers(made: Callable[[str], tuple[Path, Path]], 
     assert np.abs(golden.outputs["logits"]).max() > 0.5, "logits too small to tell anything"
 
 
+@pytest.mark.parametrize(("name", "budget"), [("qwen3_vl", 11), ("gemma3", 30), ("glm4v", 7), ("idefics3", 13)])
+def test_a_prompt_cut_into_steps_gives_the_same_tokens(
+    made: Callable[[str], tuple[Path, Path]], name: str, budget: int
+) -> None:
+    """Cuts fall inside pictures, except where their tokens see each other; other sequences decode beside them."""
+    home, path = made(name)
+    golden = Golden.read(path)
+    options = {"max_context": 128, "max_batch": 4, "token_budget": budget}
+    engine = Engine.start(str(home), device="cpu", dtype="F32", **options)
+    try:
+        found = engine.trace(golden.input_ids, golden.mask.astype(np.int64), golden.pictures, steps=4)
+    finally:
+        engine.close()
+    np.testing.assert_array_equal(found["generated"], golden.outputs["generated"])
+
+
 def test_meshes_give_what_transformers_gives(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """Tensor and pipeline parallel, free running and layer by layer; deep features cross to where they are added."""
     meshes = (Mesh(tp=2), Mesh(pp=2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,3 +234,33 @@ def test_running_dry_frees_everything() -> None:
     assert run_dry(scheduler, 400) > 0
     assert scheduler.free_pages == scheduler.limits.num_pages
     assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    picture=st.integers(1, 12),
+    budget=st.integers(16, 30),
+)
+def test_pictures_seen_whole_are_never_cut(texts: Sequence[int], picture: int, budget: int) -> None:
+    scheduler = Scheduler(limits(token_budget=budget, num_pages=80, max_context=160), whole_pictures=True)
+    spans, length = [], 0
+    for text in texts:
+        spans.append((length + text, picture))
+        length += text + picture
+    for number in range(3):
+        scheduler.add(msgspec.structs.replace(request(number, length + 1, 4), image_spans=tuple(spans)))
+    recorder = Recorder(scheduler)
+    while (plan := scheduler.schedule()) is not None:
+        recorder.follow(plan)
+        for chunk in plan.replicas[0].chunks:
+            stop = chunk.start + len(chunk.tokens)
+            assert not any(begin < stop < begin + count for begin, count in spans)
+        scheduler.apply(plan, answer(plan))
+
+
+def test_a_picture_larger_than_a_step_is_refused_where_it_is_seen_whole() -> None:
+    wish = msgspec.structs.replace(request(0, 30, 4), image_spans=((2, 13),))
+    Scheduler(limits()).fits(wish)
+    with pytest.raises(Refused, match="a picture does not fit into one step"):
+        Scheduler(limits(), whole_pictures=True).fits(wish)
