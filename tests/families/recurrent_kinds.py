@@ -74,6 +74,7 @@ def _hybrid(model_type: str, **more: Any) -> dict[str, Any]:
             "mamba_d_head": 8,
             "mamba_d_state": 12,
             "mamba_chunk_size": 64,
+            "num_experts_per_tok": 2,
             **more,
         }
     )
@@ -90,6 +91,7 @@ def _nemotron_h(*kinds: str, **more: Any) -> dict[str, Any]:
             "ssm_state_size": 12,
             "n_groups": 2,
             "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
             "moe_intermediate_size": 20,
             "moe_shared_expert_intermediate_size": 24,
             "routed_scaling_factor": 1.7,
@@ -159,6 +161,7 @@ def _jamba(**more: Any) -> dict[str, Any]:
             "model_type": "jamba",
             "mamba_d_state": 6,
             "num_experts": 4,
+            "num_experts_per_tok": 2,
             "attn_layer_period": 3,
             "attn_layer_offset": 1,
             **more,
@@ -264,7 +267,7 @@ TINY: dict[str, Tiny] = {
         )
     ),
     "minimax": Tiny(_minimax(), 70),
-    "minimax-window": Tiny(_minimax(head_dim=12, sliding_window=9, hidden_act="gelu"), 40),
+    "minimax-gelu": Tiny(_minimax(head_dim=12, hidden_act="gelu"), 40),
     "nemotron_h": Tiny(_nemotron_h("linear_attention", "moe", "full_attention", "mlp"), 70),
     "nemotron_h-latent": Tiny(
         _nemotron_h("moe", "linear_attention", "full_attention", moe_latent_size=16, use_bias=True)

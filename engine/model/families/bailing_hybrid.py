@@ -70,7 +70,7 @@ def spec(config: Config) -> ModelSpec:
         topk_groups=int(config.get("topk_group", 4)),
     )
     moe = mixture(config, router, shared=shared_expert(config, width), activation=activation(config))
-    config.get("mtp_loss_scaling_factor"), config.get("num_nextn_predict_layers")
+    config.get("mtp_loss_scaling_factor")
 
     def mixer(index: int) -> Mixer:
         return latent if kinds[index] == "full_attention" else delta
@@ -79,7 +79,9 @@ def spec(config: Config) -> ModelSpec:
         return moe if sparse[index] else plain
 
     reach = int(config.get("model_max_length", config.get("max_position_embeddings", 0)))
-    return decoder(config, "bailing_hybrid", mixer, feed_forward, max_positions=reach)
+    found = decoder(config, "bailing_hybrid", mixer, feed_forward, max_positions=reach)
+    extra = found.layers[-1:] * int(config.get("num_nextn_predict_layers", 1))
+    return msgspec.structs.replace(found, mtp=extra, mtp_ends=False)
 
 
 def extra_layers(config: Config) -> tuple[WeightRule, ...]:
