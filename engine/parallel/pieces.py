@@ -10,6 +10,7 @@ import msgspec
 
 from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param
 from firstlight.engine.parallel.census import census
+from firstlight.engine.parallel.kept import Kept, kept_packed
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.weights.formats.grid import Packed
@@ -120,8 +121,13 @@ def on_stage(param: Param, cut: tuple[int, int], num_layers: int) -> bool:
     return cut[0] <= param.layer < cut[1]
 
 
-def rank_pieces(spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None) -> RankPieces:
-    """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding if both are."""
+def rank_pieces(
+    spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None, keep_packed: bool = False
+) -> RankPieces:
+    """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding if both are.
+
+    `keep_packed`: experts stay as they are stored where an operator multiplies by them so (see `kept`).
+    """
     at = mesh.coordinates(rank)
     cut = stages(spec, mesh.pp)[at.pp]
     tied = _is_tied(spec, ledger)
@@ -134,14 +140,22 @@ def rank_pieces(spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledg
         local = localize(param.shape, param.placements, mesh, at)
         if local is not None:
             held.append((param, local))
-    storages, offsets = _storages(held, dtype)
-    pieces = tuple(_piece(param, local, mesh, offsets[param.name], ledger) for param, local in held) if ledger else ()
+    kept = kept_packed(held, ledger) if ledger is not None and keep_packed else {}
+    laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
+    storages, offsets = _storages(laid_out, dtype)
+    pieces: list[Piece] = []
+    for param, local in held if ledger is not None else ():
+        assert ledger is not None
+        if param.name in kept:
+            pieces += (_kept_piece(one, mesh, offsets[one.param.name]) for one in kept[param.name])
+        else:
+            pieces.append(_piece(param, local, mesh, offsets[param.name], ledger))
     return RankPieces(
         rank=rank,
         at=at,
         layers=cut,
         storages=storages,
-        pieces=pieces,
+        pieces=tuple(pieces),
         tied_head=tied and cut == (0, spec.num_layers),
         dtype=dtype,
     )
@@ -183,16 +197,38 @@ def _storages(held: Iterable[tuple[Param, Local]], dtype: str) -> tuple[tuple[St
     return storages, offsets
 
 
+def _as_kept(kept: Sequence[Kept] | None, param: Param, local: Local) -> Iterable[tuple[Param, Local]]:
+    """A parameter as it is laid out: itself, or what takes its place."""
+    return ((param, local),) if kept is None else ((one.param, one.local) for one in kept)
+
+
+def _kept_piece(kept: Kept, mesh: Mesh, row: int) -> Piece:
+    return Piece(
+        param=kept.param.name,
+        tensor=kept.tensor.name,
+        region=kept.region,
+        transpose=False,
+        storage=kept.param.home,
+        expert=_local_expert(kept.param, mesh),
+        row=row,
+        shape=kept.local.shape,
+    )
+
+
+def _local_expert(param: Param, mesh: Mesh) -> int | None:
+    owner = next((place for place in param.placements if isinstance(place, Expert)), None)
+    return None if owner is None else owner.local_index(mesh.ep)
+
+
 def _piece(param: Param, local: Local, mesh: Mesh, row: int, ledger: Ledger) -> Piece:
     source = ledger.sources[param.name]
-    owner = next((place for place in param.placements if isinstance(place, Expert)), None)
     return Piece(
         param=param.name,
         tensor=source.tensor,
         region=source.cut(local.bounds),
         transpose=source.transpose,
         storage=param.home,
-        expert=None if owner is None else owner.local_index(mesh.ep),
+        expert=_local_expert(param, mesh),
         row=row,
         shape=tuple(stop - start for start, stop in local.bounds),
         packed=source.packed,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.loader import TORCH_DTYPES, Filling
+from firstlight.engine.weights.loader import Filling
 from firstlight.engine.weights.memory import Pool
 from firstlight.engine.weights.pages import aligned
+from firstlight.engine.weights.placing import STORED_DTYPES
 from firstlight.engine.weights.residency import STAGING_BYTES, ResidencyReport, too_small, zero_padding
 
 # Slot numbers [T, k], tensors of slots [C, ...] by name, the expert in each slot [C] -> what they contribute.
@@ -171,7 +172,7 @@ class _Bank:
 
     def __init__(self, pool: Pool, signature: Signature, size: int) -> None:
         self.size = size
-        self.tensors = {leaf: pool.take((size, *shape), TORCH_DTYPES[dtype]) for leaf, shape, dtype in signature}
+        self.tensors = {leaf: pool.take((size, *shape), STORED_DTYPES[dtype]) for leaf, shape, dtype in signature}
         self.where: OrderedDict[tuple[str, int], int] = OrderedDict()
         self._free = list(range(size))
 

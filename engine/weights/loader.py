@@ -15,7 +15,7 @@ from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.memory import Pool, PoolReport
 from firstlight.engine.weights.pages import Pages, aligned
-from firstlight.engine.weights.placing import TORCH_DTYPES, Placing, Step
+from firstlight.engine.weights.placing import STORED_DTYPES, TORCH_DTYPES, Placing, Step
 from firstlight.engine.weights.readers import Job, read_jobs
 
 if TYPE_CHECKING:
@@ -76,6 +76,22 @@ class Weights:
         """What came and went so far; None where all weights are in memory."""
         coming = self.stream or self.experts
         return None if coming is None else coming.report()
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Memory by role; what comes and goes is one role of its own, since whose it is changes."""
+        coming = self.stream or self.experts
+        if coming is None:
+            return self.pieces.bytes_by_role()
+        totals = {coming.pool.name: coming.pool.reserved_bytes}
+        for storage in self.pieces.storages:
+            if storage.name in self.storages:
+                totals[storage.role] = totals.get(storage.role, 0) + storage.nbytes
+        return totals
+
+    def reports(self) -> tuple[PoolReport, ...]:
+        """How each pool is backed now."""
+        coming = self.stream or self.experts
+        return tuple(pool.report() for pool in (*self.pools, *([coming.pool] if coming else ())))
 
     def close(self) -> None:
         """End what goes on in the background."""
@@ -217,7 +233,7 @@ def _job(steps: Iterable[Step], layer: int) -> Job:
 
 
 def _allocate(pool: Pool, storage: Storage, device: torch.device) -> Tensor:
-    tensor = pool.take(storage.shape, TORCH_DTYPES[storage.dtype])
+    tensor = pool.take(storage.shape, STORED_DTYPES[storage.dtype])
     return tensor.zero_() if device.type != "cpu" else tensor  # a CPU pool is zero: rows of padding stay so
 
 

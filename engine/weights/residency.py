@@ -19,9 +19,10 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.loader import TORCH_DTYPES, Filling
+from firstlight.engine.weights.loader import Filling
 from firstlight.engine.weights.memory import Pool
 from firstlight.engine.weights.pages import aligned
+from firstlight.engine.weights.placing import STORED_DTYPES
 
 Kind = Literal["resident", "streamed", "experts"]
 Built = TypeVar("Built")
@@ -264,7 +265,7 @@ def views(slot_N: Tensor, storages: Iterable[Storage]) -> dict[str, Tensor]:
     found, start = {}, 0
     for storage in storages:
         flat_N = slot_N[start : start + storage.nbytes]
-        found[storage.name] = flat_N.view(TORCH_DTYPES[storage.dtype]).view(storage.shape)
+        found[storage.name] = flat_N.view(STORED_DTYPES[storage.dtype]).view(storage.shape)
         start += aligned(storage.nbytes)
     return found
 

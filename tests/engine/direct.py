@@ -38,7 +38,9 @@ class Direct:
         self.ledger = account(checkpoint, self.spec, matcher)
         self.ledger.refuse_if_incomplete()
         self.comms = comms or Comms.alone()
-        self.weights: Weights = load(checkpoint, rank_pieces(self.spec, mesh or Mesh(), rank, "F32", self.ledger))
+        self.weights: Weights = load(
+            checkpoint, rank_pieces(self.spec, mesh or Mesh(), rank, "F32", self.ledger, keep_packed=True)
+        )
         self.ops: Choice = choose("cpu", torch.float32, {})
         self.model = Model(self.spec, self.weights, self.ops)
 

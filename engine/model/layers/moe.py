@@ -5,6 +5,8 @@ Legend: T tokens, H hidden, Z the experts' own width, E experts and F intermedia
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.routing import Routing
+from firstlight.engine.parallel.kept import SCALE
 
 
 class MoE:
@@ -23,7 +26,7 @@ class MoE:
         self.spec = spec
         self._routing = Routing(spec.router, weights.into("router"))
         self._cached, self._site = weights.experts(), weights.prefix
-        self._experts = None if self._cached else (weights.tensor(spec.entry), weights.tensor("experts.down"))
+        self._experts = None if self._cached else _matrices(spec, weights)
         self._gate_up_bias_E2F = weights.maybe(f"{spec.entry}_bias")
         self._down_bias_EH = weights.maybe("experts.down_bias")
         self._latent = _Latent(spec.latent, weights.into("latent")) if spec.latent else None
@@ -50,22 +53,36 @@ class MoE:
     def _routed_part(self, x_TZ: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, batch: ForwardBatch) -> Tensor:
         """What this rank's channels of its own experts contribute."""
         down_bias_EH = self._down_bias_EH if batch.comms.tp.index == 0 else None  # once in the sum over tp
-        how = (self.spec.gated, self.spec.weigh_input)
+        biases = self._gate_up_bias_E2F, down_bias_EH
         if self._experts is not None:
-            gate_up_E2FH, down_EHF = self._experts
-            first, biases = batch.comms.ep.index * gate_up_E2FH.shape[0], (self._gate_up_bias_E2F, down_bias_EH)
-            return batch.ops.moe(
-                x_TZ, ids_Tk, weights_Tk, gate_up_E2FH, down_EHF, self.spec.activation, first, *biases, *how
-            )
+            first = batch.comms.ep.index * self._experts[self.spec.entry].shape[0]
+            return self._product(self._experts, x_TZ, ids_Tk, weights_Tk, first, biases, batch)
         assert self._cached is not None
 
         def of_slots(slots_Tk: Tensor, held: dict[str, Tensor], expert_C: Tensor) -> Tensor:
-            matrices = held[self.spec.entry], held["experts.down"]
-            biases = [None if one is None else one[expert_C] for one in (self._gate_up_bias_E2F, down_bias_EH)]
-            return batch.ops.moe(x_TZ, slots_Tk, weights_Tk, *matrices, self.spec.activation, 0, *biases, *how)
+            theirs = tuple(None if one is None else one[expert_C] for one in biases)
+            return self._product(held, x_TZ, slots_Tk, weights_Tk, 0, theirs, batch)
 
         first = batch.comms.ep.index * self._cached.experts(self._site)
         return self._cached.routed(self._site, ids_Tk, first, of_slots)
+
+    def _product(
+        self,
+        held: Mapping[str, Tensor],
+        x_TZ: Tensor,
+        ids_Tk: Tensor,
+        weights_Tk: Tensor,
+        first: int,
+        biases: tuple[Tensor | None, ...],
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """The expert layer over matrices in the run's dtype, or over those that stayed packed, with their scales."""
+        spec, names = self.spec, (self.spec.entry, "experts.down")
+        how = (spec.activation, first, *biases, spec.gated, spec.weigh_input)
+        if names[0] + SCALE not in held:
+            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, *(held[name] for name in names), *how)
+        packed = [held[name + ending].view(torch.uint8) for name in names for ending in ("", SCALE)]
+        return batch.ops.moe_mxfp4(x_TZ, ids_Tk, weights_Tk, *packed, *how)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""
@@ -77,6 +94,12 @@ class MoE:
         if self._shared_gate_1H is None:
             return shared_TH
         return shared_TH * torch.sigmoid(torch.nn.functional.linear(x_TH, self._shared_gate_1H))
+
+
+def _matrices(spec: specs.MoE, weights: Access) -> dict[str, Tensor]:
+    """What the experts multiply by; of packed ones the scales too."""
+    names = (spec.entry, "experts.down", spec.entry + SCALE, "experts.down" + SCALE)
+    return {name: weights.tensor(name) for name in names if weights.has(name)}
 
 
 class _Latent:

@@ -15,10 +15,15 @@ from safetensors.torch import load_file, save_file
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import MLA, AttentionResidual, GatedDelta, MoE, MoonViT
+from firstlight.engine.parallel.hardware import parse_cluster
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.parallel.pieces import stages
+from firstlight.engine.parallel.pieces import rank_pieces, stages
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.loader import load
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.workbench.golden import Golden
+from firstlight.workbench.plan import plan
 from tests.engine.direct import Arrays, Direct, flatten
 from tests.engine.ranks import Job, run_everything
 from tests.kimi_k3 import golden_inputs, tiny_config, write_checkpoint, write_golden
@@ -105,6 +110,29 @@ def test_packed_experts_give_what_their_numbers_in_bfloat16_give(homes: dict[str
     twin = write_checkpoint(tmp_path / "twin", tiny_config({"attn_res_block_size": BLOCKS[name]}), packed=False)
     inputs = {key: value.numpy() for key, value in golden_inputs(twin, tokens=30, pictures=False).items()}
     np.testing.assert_array_equal(Direct(twin).run(inputs)["logits"], Direct(homes[name]).run(inputs)["logits"])
+
+
+@pytest.mark.parametrize(("width", "tp", "packed"), [(32, 1, True), (64, 2, True), (32, 2, False), (96, 2, False)])
+def test_experts_stay_packed_where_a_cut_falls_between_groups(
+    width: int, tp: int, packed: bool, tmp_path: Path
+) -> None:
+    """A rank of whole groups of 32 columns keeps codes and scales; another unpacks what it reads."""
+    home = write_checkpoint(tmp_path / "cut", tiny_config({"moe_intermediate_size": width}))
+    checkpoint = Checkpoint.open(str(home))
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    held = rank_pieces(spec, Mesh(tp=tp), tp - 1, "BF16", account(checkpoint, spec, matcher), keep_packed=True)
+    storages = {storage.name: (storage.dtype, storage.shape) for storage in held.storages}
+    rows, columns = 2 * width // tp, width // tp
+    if packed:
+        assert storages["layers.1.ffn.experts.gate_up"] == ("U8", (8, rows, 16))
+        assert storages["layers.1.ffn.experts.down_scale"] == ("U8", (8, 32, columns // 32))
+        assert {piece.packed for piece in held.pieces} == {None}
+        planned = plan(home, parse_cluster("8xB300"), Mesh(tp=tp))
+        assert planned.metrics["weight_bytes_per_device"].value == held.nbytes
+    else:
+        assert storages["layers.1.ffn.experts.gate_up"] == ("BF16", (8, rows, 32))
+        assert "layers.1.ffn.experts.gate_up_scale" not in storages
+    assert held.nbytes == load(checkpoint, held).nbytes
 
 
 def test_chunks_and_single_steps_give_what_one_pass_gives(homes: dict[str, Path]) -> None:
