@@ -53,6 +53,7 @@ ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 TINY: dict[str, Tiny] = {
     # Llama's layout with another number or flag
     "arcee": Tiny(_kind("arcee", head_dim=8, hidden_act="relu2", mlp_bias=True)),
+    "cwm": Tiny(_kind("cwm", head_dim=8, num_hidden_layers=4, sliding_window=7), 40),
     "ernie4_5": Tiny(_kind("ernie4_5", head_dim=12, use_bias=True, tie_word_embeddings=True)),
     "granite": Tiny(
         _kind(
@@ -88,6 +89,73 @@ TINY: dict[str, Tiny] = {
     "seed_oss": Tiny(_kind("seed_oss", head_dim=12)),
     "smollm3": Tiny(_kind("smollm3", num_hidden_layers=4, no_rope_layer_interval=3)),
     # others
+    "apertus": Tiny(_kind("apertus", attention_bias=True)),
+    "cohere": Tiny(_kind("cohere", use_qk_norm=True, logit_scale=0.3, tie_word_embeddings=True, layer_norm_eps=1e-5)),
+    "cohere2": Tiny(
+        _kind("cohere2", sliding_window=7, layer_types=ALTERNATING, attention_bias=True, layer_norm_eps=1e-5), 40
+    ),
+    "exaone4": Tiny(_kind("exaone4", sliding_window=7, sliding_window_pattern=2, head_dim=12), 40),
+    "exaone4-full": Tiny(_kind("exaone4", sliding_window=None, layer_types=["full_attention"] * 3)),
+    "falcon": Tiny(
+        _kind(
+            "falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True, ffn_hidden_size=48, num_hidden_layers=2
+        )
+    ),
+    "falcon-one-key-head": Tiny(_kind("falcon", multi_query=True, num_hidden_layers=2)),
+    "gpt_neox": Tiny(_kind("gpt_neox", num_key_value_heads=4)),
+    "hunyuan_v1_dense": Tiny(
+        _kind("hunyuan_v1_dense", head_dim=12, **rope("dynamic", alpha=50.0, factor=1.0)),
+    ),
+    "mimo_v2_flash": Tiny(
+        _kind(
+            "mimo_v2_flash",
+            head_dim=12,
+            v_head_dim=10,
+            num_key_value_heads=1,
+            sliding_window=7,
+            layer_types=ALTERNATING,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            moe_intermediate_size=20,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            **_by_kind(
+                {"rope_theta": 5000.0, "partial_rotary_factor": 0.34},
+                {"rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            ),
+        ),
+        40,
+    ),
+    "glm4_moe_lite": Tiny(_latent("glm4_moe_lite", mlp_layer_types=["dense", "sparse", "sparse"])),
+    "minicpm3": Tiny(
+        _kind(
+            "minicpm3",
+            num_key_value_heads=4,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            scale_emb=2.5,
+            scale_depth=1.1,
+            dim_model_base=24,
+        )
+    ),
+    "nemotron": Tiny(_kind("nemotron", mlp_bias=True, attention_bias=True, hidden_act="relu2", norm_eps=1e-5)),
+    "stablelm": Tiny(_kind("stablelm", use_qkv_bias=True, head_dim=8, partial_rotary_factor=0.5)),
+    "stablelm-parallel": Tiny(_kind("stablelm", use_parallel_residual=True, num_hidden_layers=2)),
+    "starcoder2": Tiny(_kind("starcoder2", sliding_window=9, hidden_act="gelu_pytorch_tanh"), 40),
+    "youtu": Tiny(
+        _kind(
+            "youtu",
+            num_hidden_layers=2,
+            num_key_value_heads=4,
+            q_lora_rank=None,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+        )
+    ),
     "deepseek_v2": Tiny(
         _latent("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=2, n_shared_experts=2)
     ),
@@ -269,7 +337,15 @@ MESHES: dict[str, tuple[str, ...]] = {
     "deepseek_v32": ("tp2", "pp2 ep2"),
     "glm4_moe": ("tp2 ep2", "pp2"),
     "glm_moe_dsa": ("tp2", "pp2 ep2"),  # the cut is between a layer that chooses and one that takes its choice
+    "apertus": ("tp2",),
+    "cohere": ("tp2", "tp4"),
+    "falcon": ("tp2",),
     "gemma3": ("tp2 pp2",),
+    "gpt_neox": ("tp2 pp2",),
+    "mimo_v2_flash": ("tp2 ep2",),
+    "minicpm3": ("tp2",),
+    "nemotron": ("tp2",),
+    "starcoder2": ("tp2 pp2",),
     "glm": ("tp4",),
     "gpt2": ("tp2", "pp2"),
     "granite": ("tp2 pp2",),

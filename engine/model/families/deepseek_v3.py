@@ -37,7 +37,8 @@ def attention(config: Config, **fields: Any) -> MLA:
     """Latent attention from the usual keys; `fields` overrides or adds."""
     nope, rotated = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     config.get("qk_head_dim"), config.get("head_dim"), config.get("num_key_value_heads")  # follow from the others
-    positions = rope(config, rotated, interleaved=bool(config.get("rope_interleave", True)))
+    neighbours = bool(config.get("rope_interleave", True))
+    positions = fields["rope"] if "rope" in fields else rope(config, rotated, interleaved=neighbours)
     values: dict[str, Any] = {
         "num_heads": config.size("num_attention_heads"),
         "q_lora_rank": config.stated("q_lora_rank", absent=1536),

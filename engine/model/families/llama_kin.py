@@ -1,4 +1,4 @@
-"""Llama's layout with another number or flag: Arcee, ERNIE 4.5 (dense), Granite, Helium, InternLM3, Ministral 3,
+"""Llama's layout with another number or flag: Arcee, CWM, ERNIE 4.5 (dense), Granite, Helium, InternLM3, Ministral,
 Seed-OSS and SmolLM3.
 
 Each row of `KIN` is a model type. A key that only one of them has is read for all, at the value that changes nothing.
@@ -37,14 +37,17 @@ class Kin(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     output_bias: bool | None = None  # None: as the other three
     no_rope_interval: int = 0
+    full_first_of: int = 0  # the first of so many layers has no window
 
 
 KIN = {
     "arcee": Kin(eps=1e-5, act="relu2", gated=False),
+    "cwm": Kin(theta=1000000.0, eps=1e-5, head_dim=128, full_first_of=4),
     "ernie4_5": Kin(theta=500000.0, interleaved=True, eps=1e-5, head_dim=128, tied=True),
     "granite": Kin(),
     "helium": Kin(theta=100000.0, interleaved=True, eps=1e-8, head_dim=128, output_bias=False),
     "internlm3": Kin(eps=1e-5, head_dim=128),
+    "ministral": Kin(),
     "ministral3": Kin(eps=1e-5, head_dim=128),
     "seed_oss": Kin(head_dim=128, bias=True, output_bias=False),
     "smollm3": Kin(theta=2000000.0, tied=True, no_rope_interval=4),
@@ -62,14 +65,15 @@ def _rotated(config: Config, kin: Kin) -> list[bool]:
     return [bool(one) for one in listed]
 
 
-def _windows(config: Config, rotated: list[bool]) -> list[int | None]:
+def _windows(config: Config, kin: Kin, rotated: list[bool]) -> list[int | None]:
     window = config.get("sliding_window")
     switch = config.get("use_sliding_window")
     if "layer_types" in config:
         return layer_windows(config, window)
     if switch is not None:  # SmolLM3: only layers without rotation
         return [window if switch and not one else None for one in rotated]
-    return [window] * len(rotated)
+    every = kin.full_first_of
+    return [None if every and index % every == 0 else window for index in range(len(rotated))]
 
 
 def spec(config: Config) -> ModelSpec:
@@ -81,7 +85,7 @@ def spec(config: Config) -> ModelSpec:
     size = int(config.stated("head_dim", absent=kin.head_dim) or own)
     positions = rope(config, size, kin.theta, kin.interleaved, read_elsewhere=("llama_4_scaling_beta",))
     rotated = _rotated(config, kin)
-    windows = _windows(config, rotated)
+    windows = _windows(config, kin, rotated)
 
     def attention(index: int) -> Attention:
         return gqa(

@@ -44,6 +44,8 @@ class Attention:
         k_cache, v_cache = cache
         batch.ops.write_cache(k_TKD, v_TKV, k_cache, v_cache, batch.attention)
         out_TNV = self._attend(q_TND, k_cache, v_cache, batch)
+        if self.spec.v_scale != 1.0:
+            out_TNV = out_TNV * self.spec.v_scale
         if gate_TNV is not None:
             out_TNV = out_TNV * torch.sigmoid(gate_TNV)
         out_TH = batch.comms.tp.all_reduce(self._o(out_TNV.reshape(x_TH.shape[0], -1)))
@@ -53,7 +55,7 @@ class Attention:
         """Queries, keys and values as they are attended with: normed, clamped, rotated, sharpened; and the gate."""
         spec = self.spec
         qkv_TF = self._qkv(x_TH)
-        q_TF, k_TF, v_TF = qkv_TF.split(self._rows, dim=-1)
+        q_TF, k_TF, v_TF = self._by_head(qkv_TF) if spec.fused else qkv_TF.split(self._rows, dim=-1)
         q_TND, gate_TNV = q_TF.unflatten(-1, (-1, sum(self._query_rows))).split(self._query_rows, dim=-1)
         k_TKD, v_TKV = k_TF.unflatten(-1, (-1, spec.head_dim)), v_TF.unflatten(-1, (-1, spec.value_dim))
         if not spec.qk_norm_last:
@@ -70,6 +72,13 @@ class Attention:
         if self._gate is not None:
             return q_TND, k_TKD, v_TKV, self._gate(x_TH).unflatten(-1, (-1, spec.value_dim))
         return q_TND, k_TKD, v_TKV, gate_TNV if spec.gate else None
+
+    def _by_head(self, qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values out of rows that belong to one key head after another."""
+        heads = self._rows[1] // self.spec.head_dim
+        parts = qkv_TF.unflatten(-1, (heads, -1)).split([rows // heads for rows in self._rows], dim=-1)
+        q_TF, k_TF, v_TF = (part.flatten(1) for part in parts)
+        return q_TF, k_TF, v_TF
 
     def _normed(self, q_TND: Tensor, k_TKD: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if self._q_norm is None or self._k_norm is None:

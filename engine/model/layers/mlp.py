@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.engine.model import spec as specs
@@ -19,6 +22,7 @@ class MLP:
         self._in = weights.linear("gate_up" if spec.gated else "up")
         self._down = weights.linear("down", bias=False)
         self._down_bias_H = weights.maybe("down.bias")
+        self._act = _xielu(weights.into("act")) if spec.activation == "xielu" else ACTIVATIONS.get(spec.activation)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         out_TH = batch.comms.tp.all_reduce(self.partial(x_TH, batch))
@@ -33,4 +37,18 @@ class MLP:
                 gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
                 hidden_TF = torch.cat((gate_TF * self.spec.gate_scale, up_TF), dim=-1)
             return self._down(batch.ops.gated_activation(hidden_TF, self.spec.activation))
-        return self._down(ACTIVATIONS[self.spec.activation](hidden_TF))
+        assert self._act is not None
+        return self._down(self._act(hidden_TF))
+
+
+def _xielu(weights: Access) -> Callable[[Tensor], Tensor]:
+    """alpha_p x^2 + x / 2 above zero, alpha_n (exp(x) - 1 - x) + x / 2 below; arXiv 2411.13010."""
+    positive = F.softplus(weights.tensor("alpha_p").float())
+    negative = 0.5 + F.softplus(weights.tensor("alpha_n").float())
+
+    def act(x_TF: Tensor) -> Tensor:
+        x = x_TF.float()
+        below = negative * (torch.expm1(x.clamp(max=-1e-6)) - x)
+        return (torch.where(x > 0, positive * x * x, below) + 0.5 * x).to(x_TF.dtype)
+
+    return act

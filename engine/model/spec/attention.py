@@ -25,13 +25,13 @@ class Temperature(msgspec.Struct, frozen=True, kw_only=True):
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Grouped-query attention; multi-head when `num_kv_heads == num_heads`. `scale` multiplies q k^T.
 
-    Values are `v_dim` wide (None: `head_dim`). What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes
-    over each head ("head"), over each head with a weight per head ("heads"), or over all heads of a token together
-    ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the
-    last `window` of them, or those of its own `chunk` of positions; with `whole_pictures` also those behind it that are
-    of the same picture. With a `gate` what a head gives is multiplied by
-    sigmoid(W_g x), element by element; W_g is a projection of its "own", or stands behind the "query" rows of each
-    head.
+    Values are `v_dim` wide (None: `head_dim`) and multiplied by `v_scale`. With `fused` the rows of a key head, of its
+    queries and of its value stand together in one matrix (GPT-NeoX, Falcon). What is projected, and normed, is clamped
+    to +-`clip`. `qk_norm` goes over each head ("head"), over each head with a weight per head ("heads"), or over all
+    heads of a token together ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the
+    keys at or before it, the last `window` of them, or those of its own `chunk` of positions; with `whole_pictures`
+    also those behind it that are of the same picture. With a `gate` what a head gives is multiplied by sigmoid(W_g x),
+    element by element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
     """
 
     num_heads: int
@@ -39,6 +39,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     head_dim: int
     scale: float
     v_dim: int | None = None
+    v_scale: float = 1.0
+    fused: bool = False
     rope: Rope | None = None
     qkv_bias: bool = False
     output_bias: bool = False
@@ -64,17 +66,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     def parameters(self, scope: Scope) -> Iterator[Param]:
         heads = Shard(0, self.num_heads, unit_name="query heads")
         kv_heads = Shard(0, self.num_kv_heads, replicate=True, unit_name="key/value heads")
-        for part, count, dim, place in (
-            ("q", self.num_heads, self.head_dim + (self.value_dim if self.gate == "query" else 0), heads),
-            ("k", self.num_kv_heads, self.head_dim, kv_heads),
-            ("v", self.num_kv_heads, self.value_dim, kv_heads),
-        ):
-            rows = count * dim
-            yield scope.param(
-                f"{part}.weight", rows, scope.hidden, role="attention", place=(place,), storage="qkv.weight"
-            )
-            if self.qkv_bias:
-                yield scope.param(f"{part}.bias", rows, role="attention", place=(place,), storage="qkv.bias")
+        yield from self._fused(scope) if self.fused else self._projections(scope, heads, kv_heads)
         width = self.num_heads * self.value_dim
         if self.gate == "own":
             yield scope.param("gate.weight", width, scope.hidden, role="attention", place=(heads,))
@@ -94,6 +86,26 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
                 yield from self.qk_norm.parameters(scope.into(name), *shape, place=where)
         if self.v_norm is not None:
             yield from self.v_norm.parameters(scope.into("v_norm"), self.value_dim)
+
+    def _fused(self, scope: Scope) -> Iterator[Param]:
+        place = Shard(0, self.num_kv_heads, unit_name="key/value heads, which are stored with their queries")
+        rows = self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.value_dim)
+        yield scope.param("qkv.weight", rows, scope.hidden, role="attention", place=(place,))
+        if self.qkv_bias:
+            yield scope.param("qkv.bias", rows, role="attention", place=(place,))
+
+    def _projections(self, scope: Scope, heads: Shard, kv_heads: Shard) -> Iterator[Param]:
+        for part, count, dim, place in (
+            ("q", self.num_heads, self.head_dim + (self.value_dim if self.gate == "query" else 0), heads),
+            ("k", self.num_kv_heads, self.head_dim, kv_heads),
+            ("v", self.num_kv_heads, self.value_dim, kv_heads),
+        ):
+            rows = count * dim
+            yield scope.param(
+                f"{part}.weight", rows, scope.hidden, role="attention", place=(place,), storage="qkv.weight"
+            )
+            if self.qkv_bias:
+                yield scope.param(f"{part}.bias", rows, role="attention", place=(place,), storage="qkv.bias")
 
     def words(self) -> str:
         """`GQA, 9 query and 3 key/value heads of 64, rope 10,000` and the like."""

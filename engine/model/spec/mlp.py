@@ -11,7 +11,10 @@ from firstlight.engine.parallel.placement import Shard
 
 
 class MLP(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
-    """scale down(act(gate_scale gate x) * up x), or scale down(act(up x)) when not `gated`."""
+    """scale down(act(gate_scale gate x) * up x), or scale down(act(up x)) when not `gated`.
+
+    The activation `xielu` has two learned numbers (arXiv 2411.13010); it comes without a gate.
+    """
 
     intermediate: int
     activation: str
@@ -43,6 +46,9 @@ class MLP(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
         yield scope.param("down.weight", scope.hidden, self.intermediate, role="mlp", place=(rows,))
         if self.bias:
             yield scope.param("down.bias", scope.hidden, role="mlp")
+        if self.activation == "xielu":
+            yield scope.param("act.alpha_p", 1, role="mlp")
+            yield scope.param("act.alpha_n", 1, role="mlp")
 
     def words(self) -> str:
         """`MLP 1,536 silu gated`."""

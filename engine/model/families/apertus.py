@@ -1,0 +1,40 @@
+"""Apertus: queries and keys normed by head, xIELU with learned numbers, no gate."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    ENDS,
+    QK_NORM,
+    decoder,
+    gqa,
+    head_dim,
+    in_layers,
+    rms,
+    rope,
+)
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.rules import ignored, rule
+from firstlight.engine.model.spec import MLP, ModelSpec
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, bias = rms(config, 1e-5), bool(config.get("attention_bias", False))
+    config.only("hidden_act", "xielu", default="xielu")
+    positions = rope(config, head_dim(config), 12000000.0)
+    attention = gqa(config, rope=positions, qk_norm=norm, qkv_bias=bias, output_bias=bias)
+    feed_forward = MLP(intermediate=config.size("intermediate_size"), activation="xielu", gated=False)
+    return decoder(config, "apertus", lambda i: attention, lambda i: feed_forward, norm=norm)
+
+
+_ACT = "(model.|)layers.{i}.mlp.act_fn."
+RULES = (
+    *ENDS,
+    *in_layers({"attention_layernorm": "mixer_norm", "feedforward_layernorm": "ffn_norm"}),
+    *ATTENTION,
+    *QK_NORM,
+    *DENSE,
+    *(rule(_ACT + name, f"layers.{{i}}.ffn.act.{name}") for name in ("alpha_p", "alpha_n")),
+    ignored(_ACT + "(beta|eps)", "constants of xIELU, 0.5 and -1e-6"),
+)
+FAMILY = Family(name="apertus", model_types=("apertus",), spec=spec, rules=RULES)

@@ -1,0 +1,75 @@
+"""GPT-NeoX and Pythia, and Falcon: the rows of q, k and v stand together head by head; blocks mostly side by side."""
+
+from typing import Any
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import PRE, activation, decoder, gqa, in_layers, layer_norm, mlp, rope
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.rules import ignored, rule
+from firstlight.engine.model.spec import MLP, ModelSpec
+
+
+def _neox(config: Config) -> ModelSpec:
+    parallel, bias = bool(config.get("use_parallel_residual", True)), bool(config.get("attention_bias", True))
+    size = config.size("hidden_size") // config.size("num_attention_heads")
+    base, part = float(config.get("rotary_emb_base", 10000)), float(config.get("rotary_pct", 0.25))
+    attention = gqa(config, fused=True, rope=rope(config, size, base, partial=part), qkv_bias=bias, output_bias=bias)
+    feed_forward = mlp(config, activation=activation(config, default="gelu"), gated=False, bias=True)
+    norm, layer = layer_norm(config, "layer_norm_eps"), {"parallel": parallel}
+    return decoder(config, "gpt_neox", lambda i: attention, lambda i: feed_forward, norm=norm, layer=layer)
+
+
+def _falcon(config: Config) -> ModelSpec:
+    config.only("alibi", False, default=False)
+    newer, parallel = bool(config.get("new_decoder_architecture", False)), bool(config.get("parallel_attn", True))
+    heads, bias = config.size("num_attention_heads"), bool(config.get("bias", False))
+    size, one = config.size("hidden_size") // heads, bool(config.get("multi_query", True))
+    kv_heads = int(config.get("num_kv_heads", heads))
+    attention = gqa(
+        config,
+        num_kv_heads=kv_heads if newer else 1 if one else heads,
+        head_dim=size,
+        scale=size**-0.5,
+        rope=rope(config, size),
+        fused=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    feed_forward = MLP(
+        intermediate=int(config.get("ffn_hidden_size", 4 * config.size("hidden_size"))),
+        activation=activation(config, "activation", "gelu"),
+        gated=False,
+        bias=bias,
+    )
+    two = int(config.get("num_ln_in_parallel_attn", 2 if newer else 1)) == 2
+    values: dict[str, Any] = {
+        "norm": layer_norm(config, "layer_norm_epsilon"),
+        "norms": PRE if two or not parallel else ("mixer_norm",),
+        "layer": {"parallel": parallel},
+        "tie_default": True,
+    }
+    return decoder(config, "falcon", lambda i: attention, lambda i: feed_forward, **values)
+
+
+def spec(config: Config) -> ModelSpec:
+    return _neox(config) if config.need("model_type") == "gpt_neox" else _falcon(config)
+
+
+_T = "(gpt_neox.|transformer.|)"
+_L = _T + "(layers|h).{i}."
+_NAMES = {
+    "(input_layernorm|ln_attn)": "mixer_norm",
+    "(post_attention_layernorm|ln_mlp)": "ffn_norm",
+    "(attention|self_attention).query_key_value": "mixer.qkv",
+    "(attention|self_attention).dense": "mixer.o",
+    "mlp.dense_h_to_4h": "ffn.up",
+    "mlp.dense_4h_to_h": "ffn.down",
+}
+RULES = (
+    rule(_T + "(embed_in|word_embeddings).weight", "embed.weight"),
+    *(rule(f"{_T}(final_layer_norm|ln_f).{kind}", f"norm.{kind}") for kind in ("weight", "bias")),
+    rule("(embed_out|lm_head).weight", "head.weight"),
+    *in_layers(_NAMES, _L),
+    ignored(_L + "attention.(bias|masked_bias|rotary_emb.inv_freq)", "mask and frequencies, computed"),
+)
+FAMILY = Family(name="gpt_neox", model_types=("gpt_neox", "falcon"), spec=spec, rules=RULES)

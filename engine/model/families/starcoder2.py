@@ -1,0 +1,30 @@
+"""StarCoder2: LayerNorms and biases, a feed-forward without a gate, an optional window."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    TRUNK,
+    activation,
+    decoder,
+    gqa,
+    in_layers,
+    layer_norm,
+    mlp,
+)
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.spec import ModelSpec
+
+
+def spec(config: Config) -> ModelSpec:
+    bias = bool(config.get("use_bias", True))
+    config.only("norm_type", "layer_norm", default="layer_norm")
+    config.only("mlp_type", "default", default="default")
+    attention = gqa(config, qkv_bias=bias, output_bias=bias, window=config.get("sliding_window"))
+    act = activation(config, default="gelu_pytorch_tanh")
+    feed_forward = mlp(config, activation=act, gated=False, bias=bias)
+    norm = layer_norm(config, "norm_epsilon")
+    return decoder(config, "starcoder2", lambda i: attention, lambda i: feed_forward, norm=norm, tie_default=True)
+
+
+RULES = TRUNK + ATTENTION + in_layers({"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"})
+FAMILY = Family(name="starcoder2", model_types=("starcoder2",), spec=spec, rules=RULES)

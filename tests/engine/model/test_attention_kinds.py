@@ -1,0 +1,88 @@
+"""Attention kinds where the shared tests do not reach: what transformers cannot open by name, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.layers.indexer import chosen_keys
+from firstlight.engine.parallel.pieces import stages
+from firstlight.kernels.attention.meta import AttentionMeta
+from tests.checkpoints import TINY, quiet, randomize
+from tests.engine.direct import Direct
+from tests.families.tiny import llama, rope
+
+
+def test_mistral_4(tmp_path: Path) -> None:
+    """Its text has no entry of its own among transformers' causal models."""
+    from transformers.models.mistral4 import Mistral4Config
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+    sizes = {**TINY["glm4_moe_lite"].config, "n_group": 4, "topk_group": 2, "max_position_embeddings": 128}
+    positions = rope(
+        "yarn",
+        factor=16.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=8,
+        max_position_embeddings=128,
+        llama_4_scaling_beta=0.5,
+        partial_rotary_factor=0.4,
+    )
+    ids = np.random.default_rng(0).integers(3, 130, (1, 40))
+    torch.manual_seed(1)
+    with quiet(), torch.no_grad():
+        model = Mistral4ForCausalLM(Mistral4Config(**{**sizes, "model_type": "mistral4", **positions})).eval()
+        randomize(model)
+        expected = model(torch.from_numpy(ids), use_cache=False).logits[0].numpy()
+        model.save_pretrained(tmp_path)
+    found = Direct(tmp_path).run({"input_ids": ids})["logits"]
+    np.testing.assert_allclose(found, expected, atol=2e-5 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("falcon", "alibi", True),
+        ("stablelm", "qk_layernorm", True),
+        ("phi3", "attention_bias", True),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("llama4_text", "layer_types", ["sliding_attention"] * 3),
+        ("olmo3", "layer_types", ["chunked_attention"] * 3),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v32", "scoring_func", "softmax"),
+        ("glm_moe_dsa", "indexer_types", ["full", "skipped", "full"]),
+        ("deepseek_v4", "compress_ratios", [0, 16, 0]),
+        ("granite", "rope_scaling", {"rope_type": "spiral", "factor": 2.0}),
+        ("qwen3", "rope_scaling", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}),
+    ],
+)
+def test_mathematics_without_a_block_is_refused_by_key_and_value(model_type: str, key: str, value: object) -> None:
+    base = next((case.config for case in TINY.values() if case.config["model_type"] == model_type), llama())
+    config: dict[str, Any] = {**base, "model_type": model_type, "num_hidden_layers": 3}
+    for name in ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "rope_parameters"):
+        config.pop(name, None)
+    with pytest.raises(Refused) as caught:
+        FAMILIES.describe({**config, "rope_theta": 10000.0, key: value})
+    (finding,) = caught.value.findings
+    assert finding.code == "unsupported-block"
+    assert key in finding.message
+
+
+def test_a_stage_may_begin_behind_the_layer_that_chose_for_it() -> None:
+    spec, _ = FAMILIES.describe(TINY["glm_moe_dsa"].config)
+    assert stages(spec, 2) == ((0, 2), (2, 4))
+    assert [spec.chooser(layer) for layer in range(4)] == [0, 0, 0, 3]
+    assert [spec.chosen_keys(layer) for layer in range(4)] == [None, (0, 10), (0, 10), None]
+
+
+def test_chosen_positions_become_masks() -> None:
+    meta = AttentionMeta.build([2, 1], [3, 2], [[0], [1]], 4)
+    chosen = torch.tensor([[1, -1], [0, 2], [1, 0]])
+    first, second = chosen_keys(chosen, meta)
+    assert first.tolist() == [[False, True, False], [True, False, True]]
+    assert second.tolist() == [[True, True]]
