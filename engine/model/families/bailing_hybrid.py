@@ -80,13 +80,16 @@ def spec(config: Config) -> ModelSpec:
 
     reach = int(config.get("model_max_length", config.get("max_position_embeddings", 0)))
     found = decoder(config, "bailing_hybrid", mixer, feed_forward, max_positions=reach)
-    extra = found.layers[-1:] * int(config.get("num_nextn_predict_layers", 1))
+    extra = found.layers[-1:] * int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1)))
     return msgspec.structs.replace(found, mtp=extra, mtp_ends=False)
 
 
 def extra_layers(config: Config) -> tuple[WeightRule, ...]:
     """Multi-token-prediction layers stand behind the last layer; inference does without them."""
-    first, count = config.size("num_hidden_layers"), int(config.get("num_nextn_predict_layers", 1))
+    first, count = (
+        config.size("num_hidden_layers"),
+        int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))),
+    )
     reason = "multi-token-prediction layer, not used for inference"
     return tuple(ignored(f"(model.|)layers.{first + index}.{{*}}", reason) for index in range(count))
 
