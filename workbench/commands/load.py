@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
 from firstlight.workbench.commands import options
+from firstlight.workbench.commands.verify import layers
 from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session
 
@@ -17,10 +20,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reader", choices=("auto", "buffered", "direct"), default="auto", help="how files are read")
     group.add_argument("--load-threads", type=options.positive, metavar="N", help="reads in flight")
     group.add_argument("--no-limit", action="store_true", help="do not measure what the source gives at best")
+    alone = parser.add_argument_group("one rank of the mesh, whatever its size")
+    alone.add_argument("--rank", type=int, metavar="R", help="account for its share, and read some layers")
+    alone.add_argument("--layers", metavar="A:B", type=layers, help="layers A up to, not including, B; with --rank")
+    alone.add_argument("--forward", action="store_true", help="run them once, the other ranks left out; with --rank")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     mesh = options.mesh_of(arguments)
+    if arguments.rank is not None:
+        from firstlight.workbench.one_rank import one_rank
+
+        return one_rank(
+            arguments.checkpoint,
+            mesh,
+            arguments.rank,
+            arguments.layers,
+            forward=arguments.forward,
+            dtype=arguments.dtype,
+            threads=arguments.load_threads,
+            progress=session.progress("load"),
+        )
+    if arguments.layers is not None or arguments.forward:
+        raise Refused(fatal("usage", "--layers and --forward are of one rank", expected="--rank R", found="no rank"))
     from firstlight.workbench.load import load
 
     return load(
