@@ -132,8 +132,9 @@ def rank_pieces(
     cut = stages(spec, mesh.pp)[at.pp]
     tied = _is_tied(spec, ledger)
     held: list[tuple[Param, Local]] = []
+    num_layers = spec.num_layers
     for param in spec.parameters():
-        if not on_stage(param, cut, spec.num_layers):
+        if not on_stage(param, cut, num_layers):
             continue
         if param.name == "head.weight" and tied and cut[0] == 0:
             continue

@@ -83,15 +83,15 @@ class Local(msgspec.Struct, frozen=True):
 
 def localize(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Mesh, at: Coordinates) -> Local | None:
     """The part of a parameter of global `shape` that the rank at `at` holds, or None when it holds nothing of it."""
+    for placement in placements:  # most experts are another rank's
+        if isinstance(placement, Expert) and placement.owner(mesh.size(placement.axis)) != at.on(placement.axis):
+            return None
     bounds = [(0, size) for size in shape]
     local = list(shape)
     for placement in placements:
-        ranks, index = mesh.size(placement.axis), at.on(placement.axis)
         if isinstance(placement, Expert):
-            if placement.owner(ranks) != index:
-                return None
             continue
-        dim = placement.dim
+        ranks, index, dim = mesh.size(placement.axis), at.on(placement.axis), placement.dim
         bounds[dim] = placement.bounds(shape[dim], index, ranks)
         if isinstance(placement, Vocab):
             local[dim] = placement.padded(shape[dim], ranks)
