@@ -256,7 +256,7 @@ def _model(config: dict[str, Any]) -> torch.nn.Module:
     with quiet():
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        kind = AutoModelForImageTextToText if config["model_type"] == "llava" else AutoModelForCausalLM
+        kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
         return kind.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
 
 

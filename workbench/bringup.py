@@ -26,6 +26,7 @@ from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.request import SamplingParams, Usage
 from firstlight.engine.weights.sources.mirror import is_url, mirror
 from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.fallback import mode_of, use
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.progress import Listener, Progress
 from firstlight.workbench.render import words
@@ -62,9 +63,10 @@ class Bringup:
 
     `run`: the run directory (default: a new one in `root`). `mesh`, or its axes by name, and `options` (those of
     `EngineOptions`: dtype, device, max_context, ...) say what engine is started. `force`: rungs go on above one that
-    did not pass, which their reports show. `detached`: the engine outlives this process; `Bringup.attach(run)` finds
-    it. `telemetry_hz`: readings of machine and engine a second, from `load` on (0: none). `listeners` get every
-    progress event. Closing stops the engine unless it is detached.
+    did not pass, which their reports show. `fallback` (never, auto, always): when the reference's own modules compute.
+    `detached`: the engine outlives this process; `Bringup.attach(run)` finds it. `telemetry_hz`: readings of machine
+    and engine a second, from `load` on (0: none). `listeners` get every progress event. Closing stops the engine unless
+    it is detached.
     """
 
     def __init__(
@@ -351,4 +353,5 @@ def _options(source: str, mesh: Mesh, options: dict[str, Any]) -> EngineOptions:
             from firstlight.workbench.arguments import refuse_unknown
 
             refuse_unknown("option", name, sorted(known | set(AXES)), "see firstlight.engine.serving.options")
-    return EngineOptions(checkpoint=source, mesh=mesh, **options)
+    fallback = use(mode_of(options.get("fallback", "auto")), source, bool(options.get("trust_remote_code")))
+    return EngineOptions(checkpoint=source, mesh=mesh, **{**options, "fallback": fallback})

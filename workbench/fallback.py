@@ -7,7 +7,9 @@ imports transformers before a configuration is asked about that no family knows.
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from firstlight.engine.weights.checkpoint import Checkpoint
 
 Mode = Literal["never", "auto", "always"]
-NAMES = {"never": "", "auto": f"{__name__}:auto", "always": f"{__name__}:always"}
+NAMES: Mapping[Mode, str] = {"never": "", "auto": f"{__name__}:auto", "always": f"{__name__}:always"}
 DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
@@ -37,10 +39,9 @@ class Transformers:
 
     def describe(self, raw: Mapping[str, Any]) -> ForeignSpec | None:
         """See `Foreign.describe`; None too where transformers is not installed."""
-        try:
-            config, version = self._config(raw)
-        except Refused:
+        if find_spec("transformers") is None:
             return None
+        config, version = self._config(raw)
         if config is None:
             return None
         text = config.get_text_config()
@@ -73,9 +74,12 @@ class Transformers:
         transformers, model_type = load_transformers(), raw.get("model_type")
         known = part_of_transformers("models.auto.configuration_auto").CONFIG_MAPPING_NAMES
         with quiet():
-            if model_type in known and _computes(model_type):
+            if model_type in known and _computes(str(model_type)):
                 fields = {key: value for key, value in raw.items() if key != "model_type"}
-                return transformers.AutoConfig.for_model(model_type, **fields), transformers.__version__
+                try:
+                    return transformers.AutoConfig.for_model(model_type, **fields), transformers.__version__
+                except errors_of_configs() as error:
+                    raise _unusable(str(model_type), error) from error
             if self.trust_remote_code and "auto_map" in raw and Path(self.checkpoint).is_dir():
                 found = transformers.AutoConfig.from_pretrained(
                     self.checkpoint, local_files_only=True, trust_remote_code=True
@@ -92,6 +96,25 @@ def _computes(model_type: str) -> bool:
     return any(
         model_type in mapping
         for mapping in (names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    )
+
+
+def errors_of_configs() -> tuple[type[Exception], ...]:
+    """What transformers raises for values of a configuration that it cannot use."""
+    strict = importlib.import_module("huggingface_hub.errors").StrictDataclassError
+    return (strict, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError)
+
+
+def _unusable(model_type: str, error: Exception) -> Refused:
+    return Refused(
+        fatal(
+            "config-invalid",
+            f"transformers cannot use the configuration of {model_type}: {str(error)[:200]}",
+            file="config.json",
+            expected="values as the releases of this architecture have them",
+            found=type(error).__name__,
+            next="fetch the release's own config.json again",
+        )
     )
 
 
@@ -122,6 +145,16 @@ def use(mode: Mode, checkpoint: str, trust_remote_code: bool = False) -> str:
     made = {"never": None, "auto": auto, "always": always}[mode]
     FAMILIES.fall_back(None if made is None else made(checkpoint, trust_remote_code))
     return NAMES[mode]
+
+
+def mode_of(asked: str) -> Mode:
+    """The mode by its own name, or by the name under which ranks find it; another word is refused."""
+    for mode, name in NAMES.items():
+        if asked in (mode, name):
+            return mode
+    raise Refused(
+        fatal("usage", f"{asked!r} is no fallback", expected=", ".join(NAMES), found=asked, next="correct fallback")
+    )
 
 
 def remote_code(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:

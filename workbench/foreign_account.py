@@ -8,15 +8,20 @@ loaded model, the one that the loading itself used.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from firstlight.engine.findings import Finding, fatal, note
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.source import Source
-from firstlight.workbench.reference import part_of_transformers
+from firstlight.workbench.fallback import errors_of_configs
+from firstlight.workbench.reference import load_transformers, part_of_transformers, quiet, unavailable
 
 
 @dataclass(slots=True)
@@ -27,13 +32,30 @@ class _Group:
     params: list[str] = field(default_factory=list)
 
 
-def account_of(checkpoint: Checkpoint, model: Any, info: Mapping[str, Any]) -> Ledger:
-    """Both sides of what was loaded; `info` is transformers' own report of it."""
+def without_weights(directory: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """transformers' own module of a checkpoint on the meta device: names and shapes alone. Raises `Refused`."""
+    transformers = load_transformers()
+    with quiet(), torch.device("meta"):
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            sees = hasattr(config, "vision_config")
+            kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+            return kind.from_config(config, trust_remote_code=trust_remote_code)
+        except (*errors_of_configs(), OSError) as error:
+            raise unavailable(directory, str(error).splitlines()[0]) from error
+
+
+def account_of(checkpoint: Checkpoint, model: Any) -> Ledger:
+    """Both sides of what `model`, which may be without memory, would be loaded from; before a byte is read."""
     params = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     tied = _tied(model, params)
-    unexpected = {str(name) for name in info["unexpected_keys"]}
     groups, astray = _groups(checkpoint, model, params)
-    left_out = {name: "the reference leaves it out" for name in astray if not _listed(name, unexpected)}
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    left_out = {
+        name: "the reference leaves it out" for name in astray if any(pattern.search(name) for pattern in ignored)
+    }
     unconsumed = tuple(name for name in astray if name not in left_out)
     filled = {param for group in groups for param in group.params}
     missing = tuple(name for name in params if name not in filled and name not in tied)
@@ -140,17 +162,7 @@ def _both_sides(missing: tuple[str, ...], unconsumed: tuple[str, ...]) -> list[F
 
 
 def _tied(model: Any, params: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Parameters that share the memory of another one: name -> the one that comes first."""
-    firsts: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, value in model.state_dict().items():
-        if name not in params or not value.numel():
-            continue
-        first = firsts.setdefault(value.data_ptr(), name)
-        if first != name:
-            found[name], found[first] = first, name  # either may be the one that is stored
-    return found
-
-
-def _listed(name: str, unexpected: set[str]) -> bool:
-    return name in unexpected or any(name.endswith(one) or one.endswith(name) for one in unexpected)
+    """Parameters that are the same as another one: name -> that one; either may be the one that is stored."""
+    pairs = getattr(model, "all_tied_weights_keys", None) or {}
+    found = {name: source for name, source in pairs.items() if name in params and source in params}
+    return found | {source: name for name, source in found.items()}

@@ -26,7 +26,7 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
 from firstlight.engine.weights.memory import Pool
-from firstlight.workbench.foreign_account import account_of
+from firstlight.workbench.foreign_account import account_of, without_weights
 from firstlight.workbench.reference import Reference, part_of_transformers, quiet
 
 ROLES = (  # of a parameter, by what its name holds; the first that fits
@@ -54,9 +54,9 @@ def load(
 ) -> TransformersModel:
     """The checkpoint in transformers' own modules; raises `Refused` where its account is not complete."""
     started_s = time.perf_counter()
-    reference = Reference.open(checkpoint.directory, dtype=dtype, trust_remote_code=trust_remote_code)
-    ledger = account_of(checkpoint, reference.model, reference.info)
+    ledger = account_of(checkpoint, without_weights(checkpoint.directory, trust_remote_code=trust_remote_code))
     ledger.refuse_if_incomplete()
+    reference = Reference.open(checkpoint.directory, dtype=dtype, trust_remote_code=trust_remote_code)
     reference.model.to(device)
     weights = _weights(checkpoint, spec, reference.model, dtype, time.perf_counter() - started_s)
     return TransformersModel(checkpoint, spec, reference, ledger, weights, TORCH_DTYPES[dtype], device)

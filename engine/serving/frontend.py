@@ -191,7 +191,7 @@ class Frontend:
         rows = tuple((row.operator, row.implementation, row.chosen, row.reason) for row in rank.ops.report())
         if not isinstance(self.spec, ForeignSpec):
             return rows
-        return (("forward", self.spec.by, True, "fallback"), *(row for row in rows if row[0] == "sample"))
+        return tuple(row for row in rows if row[0] == "sample")
 
     def _check_ids(self, ids: Iterable[int]) -> None:
         wrong = [id_ for id_ in ids if not 0 <= id_ < self.spec.vocab_size]

@@ -267,14 +267,15 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def models_body(name: str, created: int, max_context: int) -> dict[str, Any]:
-    """The list of models: one."""
+def models_body(name: str, created: int, max_context: int, fallback: str | None = None) -> dict[str, Any]:
+    """The list of models: one. `fallback` names the modules that compute where they are not ours."""
     model: Mapping[str, Any] = {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "firstlight",
         "max_model_len": max_context,
+        **({} if fallback is None else {"fallback": fallback}),
     }
     return {"object": "list", "data": [model]}
 

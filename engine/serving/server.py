@@ -23,6 +23,7 @@ from starlette.concurrency import run_in_threadpool
 
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.serving.api import Prompt
 from firstlight.engine.serving.desk import Desk
 from firstlight.engine.serving.gate import BodyLimit, Gate, may_enter
@@ -118,7 +119,9 @@ def _openai_routes(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         engine = _engine(desk)
-        return _json(models_body(_name(desk, engine), created, engine.worker.rank.limits.max_context))
+        rank = engine.worker.rank
+        by = rank.spec.by if isinstance(rank.spec, ForeignSpec) else None
+        return _json(models_body(_name(desk, engine), created, rank.limits.max_context, by))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
