@@ -19,10 +19,12 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.weights.other_formats import foreign, refuse_other_formats
 from firstlight.engine.weights.sources.base import AnyPath
 
 LIBRARY_CAP_BYTES = 100_000_000  # what the safetensors library accepts; larger headers are ours alone to read
-HEADER_LIMIT_BYTES = 1 << 30
+DENSE_FROM_BYTES = 64 << 20  # shorter headers may be as dense as they like
+LEAST_ENTRY_BYTES, LEAST_NUMBER_BYTES = 40, 5  # no entry takes fewer, and few of its bytes are commas
 STEP_BYTES = 4 << 20  # a header is read in steps, so that a sparse file costs no more memory than it holds
 MAX_DIMS = 64
 METADATA = "__metadata__"
@@ -32,24 +34,6 @@ DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-
-_MAGIC = {
-    b"PK\x03\x04": "a zip archive (a torch checkpoint?)",
-    b"\x80\x02": "a Python pickle",
-    b"\x80\x03": "a Python pickle",
-    b"\x80\x04": "a Python pickle",
-    b"\x80\x05": "a Python pickle",
-    b"GGUF": "a GGUF file",
-    b"\x89HDF": "an HDF5 file",
-    b"\x93NUMPY": "a numpy array",
-    b"\x1f\x8b": "a gzip archive",
-    b"version https": "a Git LFS pointer: the weights themselves were not fetched",
-    b"<!": "a web page: a download that went wrong",
-    b"<htm": "a web page: a download that went wrong",
-    b"<HTM": "a web page: a download that went wrong",
-    b"<?xm": "an XML page: a download that went wrong",
-    b'{"': "JSON text: a download that went wrong, or an index",
-}
 
 
 class TensorInfo(msgspec.Struct, frozen=True, gc=False):
@@ -107,7 +91,7 @@ def read_header(path: AnyPath) -> Header:
             size = path.stat().st_size
             start = stream.read(16)
             length = int.from_bytes(start[:8], "little")
-            _refuse_other_formats(file, start, size, length)
+            refuse_other_formats(file, start, size, length)
             if 8 + length > size:
                 raise Refused(_cut_in_header(file, 8 + length, size))
             stream.seek(8)
@@ -117,7 +101,27 @@ def read_header(path: AnyPath) -> Header:
     return _header(file, size, length, text)
 
 
+def _refuse_dense(file: str, text: bytearray) -> None:
+    """Text that would take many times its own length in memory, as no header of tensors does."""
+    if len(text) < DENSE_FROM_BYTES:
+        return
+    entries, numbers = text.count(b"{"), text.count(b",")
+    if entries * LEAST_ENTRY_BYTES > len(text) or numbers * LEAST_NUMBER_BYTES > len(text):
+        raise Refused(
+            fatal(
+                "header-invalid",
+                f"the header of {file} is no list of tensors: {entries:,} objects and {numbers:,} commas in "
+                f"{len(text):,} bytes",
+                file=file,
+                expected=f"at least {LEAST_ENTRY_BYTES} bytes a tensor",
+                found=f"{len(text) // max(entries, 1)} bytes an object",
+                next="do not use this file before you know where it comes from",
+            )
+        )
+
+
 def _header(file: str, size: int, length: int, text: bytearray) -> Header:
+    _refuse_dense(file, text)
     entries, findings = _parse(file, text)
     tensors = _sound(file, size, 8 + length, entries) if not findings else None
     if tensors is None:
@@ -170,7 +174,7 @@ def _open(path: AnyPath) -> BinaryIO:
     """The file for reading; anything that is not a regular file is refused before it can block or fail."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = "a directory" if path.is_dir() else "no regular file"
-        raise Refused(_foreign(path.name, f"it is {kind}"))
+        raise Refused(foreign(path.name, f"it is {kind}"))
     return path.open("rb")
 
 
@@ -191,40 +195,6 @@ def _unreadable(path: AnyPath, error: OSError) -> Finding:
         expected="a readable file",
         found=error.strerror,
         next="check the permissions of the file and the health of the storage",
-    )
-
-
-def _refuse_other_formats(file: str, start: bytes, size: int, length: int) -> None:
-    """A sane length and '{' behind it is a header; everything else is told apart by its first bytes."""
-    if start[8:9] == b"{" and length <= HEADER_LIMIT_BYTES:
-        return
-    for magic, what in _MAGIC.items():
-        if start.startswith(magic):
-            raise Refused(_foreign(file, f"starts with {magic[:4]!r}: {what}"))
-    if size < 10 and start[8:9] != b"{":
-        raise Refused(_foreign(file, f"{size} bytes in all" if size else "an empty file"))
-    if start[8:9] != b"{":
-        raise Refused(_foreign(file, f"byte 9 is {start[8:9]!r}"))
-    raise Refused(
-        fatal(
-            "header-too-large",
-            f"{file} claims a header of {length:,} bytes ({length / 2**20:,.0f} MiB)",
-            file=file,
-            expected=f"at most {HEADER_LIMIT_BYTES:,} bytes",
-            found=f"{length:,} bytes in a file of {size:,}",
-            next="fetch the file again; its first eight bytes are not a sane length",
-        )
-    )
-
-
-def _foreign(file: str, found: str) -> Finding:
-    return fatal(
-        "not-safetensors",
-        f"{file} is not a safetensors file: {found}",
-        file=file,
-        expected="8 bytes of header length, then '{'",
-        found=found,
-        next="fetch the safetensors file of the release; other formats are not read",
     )
 
 

@@ -195,6 +195,21 @@ def test_a_sparse_header_costs_only_what_it_holds(tmp_path: Path) -> None:
     assert time.process_time() - started < 1
 
 
+@pytest.mark.parametrize("part", [b'"a":{},', b'"a":{"shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]},'])
+def test_text_that_swells_in_memory_is_refused(part: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header_module, "DENSE_FROM_BYTES", 4096)
+    text = b"{" + part * 2000 + b'"b":{}}'
+    tracemalloc.start()
+    finding = refused(tmp_path, raw(text))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert finding.code == "header-invalid"
+    assert "no list of tensors" in finding.message
+    assert peak < 20 * len(text)
+    shortest = {chr(0x61 + i % 26) * (1 + i // 26): entry("U8", [], i) for i in range(200)}
+    assert read(tmp_path, raw(json.dumps(shortest, separators=(",", ":")).encode(), 200)).findings == ()
+
+
 def test_over_the_librarys_cap_is_read_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header_module, "LIBRARY_CAP_BYTES", 100)
     finding = found(tmp_path, raw(entries({f"t{i}": [2] for i in range(9)}), 72))

@@ -1,0 +1,61 @@
+"""What a file is that is no safetensors file, told by its first bytes. No torch."""
+
+from __future__ import annotations
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal
+
+HEADER_LIMIT_BYTES = 1 << 30
+
+_MAGIC = {
+    b"PK\x03\x04": "a zip archive (a torch checkpoint?)",
+    b"\x80\x02": "a Python pickle",
+    b"\x80\x03": "a Python pickle",
+    b"\x80\x04": "a Python pickle",
+    b"\x80\x05": "a Python pickle",
+    b"GGUF": "a GGUF file",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a numpy array",
+    b"\x1f\x8b": "a gzip archive",
+    b"version https": "a Git LFS pointer: the weights themselves were not fetched",
+    b"<!": "a web page: a download that went wrong",
+    b"<htm": "a web page: a download that went wrong",
+    b"<HTM": "a web page: a download that went wrong",
+    b"<?xm": "an XML page: a download that went wrong",
+    b'{"': "JSON text: a download that went wrong, or an index",
+}
+
+
+def refuse_other_formats(file: str, start: bytes, size: int, length: int) -> None:
+    """A sane length and '{' behind it is a header; everything else is told apart by its first bytes."""
+    if start[8:9] == b"{" and length <= HEADER_LIMIT_BYTES:
+        return
+    for magic, what in _MAGIC.items():
+        if start.startswith(magic):
+            raise Refused(foreign(file, f"starts with {magic[:4]!r}: {what}"))
+    if size < 10 and start[8:9] != b"{":
+        raise Refused(foreign(file, f"{size} bytes in all" if size else "an empty file"))
+    if start[8:9] != b"{":
+        raise Refused(foreign(file, f"byte 9 is {start[8:9]!r}"))
+    raise Refused(
+        fatal(
+            "header-too-large",
+            f"{file} claims a header of {length:,} bytes ({length / 2**20:,.0f} MiB)",
+            file=file,
+            expected=f"at most {HEADER_LIMIT_BYTES:,} bytes",
+            found=f"{length:,} bytes in a file of {size:,}",
+            next="fetch the file again; its first eight bytes are not a sane length",
+        )
+    )
+
+
+def foreign(file: str, found: str) -> Finding:
+    """The finding for a file that is something else."""
+    return fatal(
+        "not-safetensors",
+        f"{file} is not a safetensors file: {found}",
+        file=file,
+        expected="8 bytes of header length, then '{'",
+        found=found,
+        next="fetch the safetensors file of the release; other formats are not read",
+    )
