@@ -89,6 +89,7 @@ class Dashboard:
     def template(self) -> Any:
         """The page for one session, bound to its address."""
         template = pn.Template(TEMPLATE)
+        template.location = True
         template.add_panel("nav", pn.Column(self._run, self._tab, sizing_mode="stretch_width", margin=0))
         template.add_panel("main", self._main)
         self._document = pn.state.curdoc
@@ -96,6 +97,7 @@ class Dashboard:
         if location is not None:
             location.sync(self._run, {"value": "run"})
             location.sync(self._tab, {"value": "tab"})
+            location.update_query(run=self._run.value, tab=self._tab.value)  # what is shown can be linked to at once
         self._choose()
         self._open_tab()
         pn.state.add_periodic_callback(self.tick, TICK_MS)

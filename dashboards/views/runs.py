@@ -24,8 +24,8 @@ class Runs:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._list, self._table = pane(), pane()
-        self._pick = pn.widgets.MultiChoice(
-            name="Compare", options=[], stylesheets=[FIELDS], sizing_mode="stretch_width"
+        self._pick = pn.widgets.MultiSelect(
+            name="Compare: choose two or more", options=[], size=8, stylesheets=[FIELDS], sizing_mode="stretch_width"
         )
         self._pick.param.watch(lambda _: self._compare(), "value")
         self._names: list[str] = []
