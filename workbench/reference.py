@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.unpacked import Unpacked
 
 Arrays = dict[str, NDArray[Any]]
 TYPE_NAMES = ("mm_token_type_ids", "token_type_ids")
@@ -62,13 +64,14 @@ class Reference:
                 )
                 pictures = hasattr(config, "vision_config")
                 kind = transformers.AutoModelForImageTextToText if pictures else transformers.AutoModelForCausalLM
-                model, info = kind.from_pretrained(
-                    directory,
+                unpacked = None if trust_remote_code else _unpacked(directory)
+                model, info = (kind if unpacked is None else kind._model_mapping[type(config)]).from_pretrained(
+                    directory if unpacked is None else None,
                     dtype=DTYPES[dtype],
-                    local_files_only=True,
-                    trust_remote_code=trust_remote_code,
                     output_loading_info=True,
                     experts_implementation="eager",  # the plain loop: the fused one asks for aligned widths
+                    **({"config": without_quantization(config), "state_dict": unpacked} if unpacked else {}),
+                    **({} if unpacked else {"local_files_only": True, "trust_remote_code": trust_remote_code}),
                 )
             except (ValueError, KeyError, OSError) as error:
                 raise unavailable(directory, str(error).splitlines()[0]) from error
@@ -179,6 +182,24 @@ class Reference:
         finally:
             self._model.generation_config = own
         return out[:, tensors["input_ids"].shape[1] :].cpu().numpy()
+
+
+def _unpacked(directory: str | Path) -> dict[str, Tensor] | None:
+    """The weights of a quantized checkpoint as what they stand for, float32; None where nothing is quantized.
+
+    transformers' own unpacking rounds to bfloat16, or asks for packages and devices that are not here.
+    """
+    weights = Unpacked(Checkpoint.open(directory))
+    return {name: weights.read(name) for name in weights.names} if weights.is_quantized else None
+
+
+def without_quantization(config: Any) -> Any:
+    """A configuration of the same model, stored plain."""
+    for level in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(level, key):
+                delattr(level, key)
+    return config
 
 
 def load_transformers() -> Any:

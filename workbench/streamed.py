@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.unpacked import Unpacked
 from firstlight.workbench.reference import (
     DTYPES,
     Arrays,
@@ -36,6 +36,7 @@ from firstlight.workbench.reference import (
     quiet,
     refuse_random,
     replace_input,
+    without_quantization,
 )
 
 MEMORY_SHARE = 0.5  # of what is available, that a whole reference may take
@@ -61,6 +62,7 @@ class StreamedReference:
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: str, version: str) -> None:
         self.version = version
         self._checkpoint = checkpoint
+        self._weights = Unpacked(checkpoint)
         self._config = config
         self._text = config.get_text_config()
         self._dtype = dtype
@@ -70,7 +72,7 @@ class StreamedReference:
         """Raises `Refused` (not-available) for a model type whose layers cannot be told apart here."""
         transformers = load_transformers()
         with quiet():
-            config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            config = without_quantization(transformers.AutoConfig.from_pretrained(directory, local_files_only=True))
         kind = config.get_text_config().model_type
         if kind not in ONE_LAYER:
             raise Refused(
@@ -171,7 +173,7 @@ class StreamedReference:
         model, info = mapping[type(config)].from_pretrained(
             None,
             config=config,
-            state_dict={ours: self._tensor(name) for ours, name in tensors.items()},
+            state_dict={ours: self._weights.read(name) for ours, name in tensors.items()},
             dtype=DTYPES[self._dtype],
             output_loading_info=True,
             experts_implementation="eager",
@@ -181,8 +183,8 @@ class StreamedReference:
 
     def _names(self, index: int, first: bool, last: bool) -> Iterator[str]:
         """The checkpoint's names that belong to a part; a tied head is the embedding."""
-        has_head = any(name.endswith("lm_head.weight") for name in self._checkpoint.tensors)
-        for name in self._checkpoint.tensors:
+        has_head = any(name.endswith("lm_head.weight") for name in self._weights.names)
+        for name in self._weights.names:
             match = TEXT_LAYER.match(name)
             if match:
                 if int(match[1]) == index:
@@ -205,11 +207,6 @@ class StreamedReference:
         plain = TEXT_PREFIX.sub("", name)
         return plain if plain.startswith("lm_head") else f"model.{plain}"
 
-    def _tensor(self, name: str) -> Tensor:
-        info = self._checkpoint.tensors[name]
-        raw = bytearray(self._checkpoint.read_bytes(name))
-        return torch.frombuffer(raw, dtype=DTYPES[info.dtype]).view(info.shape)
-
 
 AnyReference = Reference | StreamedReference
 
@@ -219,8 +216,8 @@ def open_reference(
 ) -> AnyReference:
     """The reference whole or, `streamed`, layer by layer; None: layer by layer if it would fill most of the memory."""
     if streamed is None:
-        elements = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
-        streamed = elements * DTYPES[dtype].itemsize > MEMORY_SHARE * psutil.virtual_memory().available
+        needed_bytes = Unpacked(checkpoint).elements * DTYPES[dtype].itemsize
+        streamed = needed_bytes > MEMORY_SHARE * psutil.virtual_memory().available
     if streamed:
         return StreamedReference.open(checkpoint.directory, dtype=dtype)
     return Reference.open(checkpoint.directory, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -95,7 +95,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     Quantized weights are put together first, codes with their scales, as the configuration and the headers have them.
     """
     params = Parameters(spec)
-    scheme, findings = _scheme(checkpoint)
+    scheme, findings = scheme_of(checkpoint)
     book = _Book(params, checkpoint, scheme)
     kinds = stock(checkpoint.tensors.values()) if kinds is None else kinds
     enter_kinds(book, kinds, checkpoint.tensors, matcher)
@@ -117,7 +117,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     return book.close(spec, _lost(checkpoint, matcher, params))
 
 
-def _scheme(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
+def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
     """What the configuration says about storage, or why that is not read here."""
     try:
         beside = None

@@ -6,7 +6,7 @@ Every piece is a run of steps. A step has reads to be carried out and, behind th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +145,7 @@ class Placing:
                 stored = {
                     part.role: cut(info, region, run, view).to(self.device) for part, (info, run), region, view in parts
                 }
-                _refuse_if_wrong(packed, stored)
+                refuse_if_wrong(packed, stored)
                 _unpack(piece, packed, stored, box, where, self.places[piece.param])
 
             return reads, finish
@@ -237,7 +237,8 @@ def _unpack(
     target.narrow(major, first, count).copy_(values)
 
 
-def _refuse_if_wrong(packed: Packed, stored: dict[str, Tensor]) -> None:
+def refuse_if_wrong(packed: Packed, stored: Mapping[str, Tensor]) -> None:
+    """Raises `Refused` where a part that says how to unpack a weight does not fit it."""
     problem = packed.format.problem(stored, packed.shape)
     if problem is None:
         return

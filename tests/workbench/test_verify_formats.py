@@ -17,6 +17,7 @@ from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.safetensors_file import read, write
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.reference import Reference
+from firstlight.workbench.streamed import StreamedReference
 from firstlight.workbench.verify import verify
 from tests.checkpoints import inputs
 from tests.engine.weights.quantized import compressed, quantize
@@ -76,3 +77,17 @@ def test_from_the_command_line_and_a_wrong_scale_fails(checkpoint: Get, tmp_path
     write(home / "model.safetensors", held, {"format": "pt"})
     status, report = run()
     assert (status, report["status"]) == (1, "failed")
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3_moe", INT4), ("llama", FP8)], ids=["int4", "fp8"])
+def test_the_reference_of_a_quantized_checkpoint_is_that_of_its_plain_counterpart(
+    name: str, quantization: Mapping[str, Any], checkpoint: Get, tmp_path: Path
+) -> None:
+    """Whole and layer by layer: transformers gets the numbers that codes and scales stand for, to the last bit."""
+    quantize(checkpoint(name), quantization, tmp_path / "packed", tmp_path / "plain")
+    given = inputs(name)
+    expected = Reference.open(tmp_path / "plain").run(given)
+    for reference in (Reference, StreamedReference):
+        found = reference.open(tmp_path / "packed").run(given)
+        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(found["hidden.0"], expected["hidden.0"])
