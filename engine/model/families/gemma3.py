@@ -5,7 +5,7 @@ import msgspec
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.siglip import siglip, siglip_rules
-from firstlight.engine.model.families.vision_common import both, count, image_token, joined, square
+from firstlight.engine.model.families.vision_common import both, count, image_token, joined, square, tower_config
 from firstlight.engine.model.rules import Part, WeightRule, rule
 from firstlight.engine.model.spec import (
     Attention,
@@ -35,8 +35,7 @@ def _seeing(layer: LayerSpec) -> LayerSpec:
 
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
-    vision, tokens = config.sub("vision_config"), count(config, "mm_tokens_per_image", 256)
-    vision.only("model_type", "siglip_vision_model", default="siglip_vision_model")
+    vision, tokens = tower_config(config, "siglip_vision_model"), count(config, "mm_tokens_per_image", 256)
     image, patch = square(vision, "image_size", 224), square(vision, "patch_size", DEFAULTS["patch_size"])
     side, kernel = image // patch, max(image // patch // int(tokens**0.5), 1)
     if (side // kernel) ** 2 != tokens or side % kernel:

@@ -19,6 +19,7 @@ from firstlight.engine.model.families.vision_common import (
     named,
     norm_of,
     square,
+    tower_config,
     with_sections,
 )
 from firstlight.engine.model.rules import Part, WeightRule
@@ -76,7 +77,7 @@ def _tower(config: Config, image_token_id: int) -> PatchTower:
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     for key in ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"):
         config.get(key)  # marks around pictures are tokens like others
-    tower = _tower(config.sub("vision_config"), image_token(config, 151343))
+    tower = _tower(tower_config(config, "glm4v", "glm46v"), image_token(config, 151343))
     outer = config.sub("text_config") if "text_config" in config else config
     return joined(config, str(config.need("model_type")), with_sections(outer, text, (8, 12, 12)), tower)
 

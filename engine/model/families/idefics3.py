@@ -3,7 +3,7 @@
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.siglip import siglip, siglip_rules
-from firstlight.engine.model.families.vision_common import both, count, image_token, joined, square
+from firstlight.engine.model.families.vision_common import both, count, image_token, joined, square, tower_config
 from firstlight.engine.model.rules import Part, WeightRule
 from firstlight.engine.model.spec import Chain, GridPositions, LinearStep, MergeStep, ModelSpec
 
@@ -17,7 +17,7 @@ DEFAULTS = {
 
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
-    vision, kernel = config.sub("vision_config"), count(config, "scale_factor", 2)
+    vision, kernel = tower_config(config, "idefics3", "smolvlm"), count(config, "scale_factor", 2)
     vision.get("max_image_size"), vision.get("size")  # the processor's
     side = square(vision, "image_size", 224) // square(vision, "patch_size", DEFAULTS["patch_size"])
     chain = Chain(

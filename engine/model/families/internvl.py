@@ -6,13 +6,16 @@ from firstlight.engine.model.families.vision_common import (
     acts,
     both,
     count,
+    feature_layers,
     heads_of,
     image_token,
     joined,
+    kernel_of,
     layer,
     named,
     norm_of,
     square,
+    tower_config,
 )
 from firstlight.engine.model.rules import Part, WeightRule, ignored, rule
 from firstlight.engine.model.spec import (
@@ -68,11 +71,8 @@ def _tower(config: Config, chain: Chain, state: int, kernel: int, image_token_id
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     config.only("vision_feature_select_strategy", "default", default="default")
-    state = config.stated("vision_feature_layer", absent=-1)
-    if isinstance(state, list):
-        config.unsupported("vision_feature_layer", state, "one layer")
-    ratio = config.positive("downsample_ratio", config.get("downsample_ratio", 0.5))
-    kernel, vision = int(1 / ratio), config.sub("vision_config")
+    kernel, vision = kernel_of(config, "downsample_ratio", 0.5), tower_config(config, "internvl")
+    (state,) = feature_layers(config, -1, count(vision, "num_hidden_layers", 24))
     hidden = count(vision, "hidden_size", 1024)
     chain = Chain(
         width=hidden,
@@ -84,7 +84,7 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
             LinearStep(name="1", width=text.hidden),
         ),
     )
-    tower = _tower(vision, chain, int(state), kernel, image_token(config, 151667))
+    tower = _tower(vision, chain, state, kernel, image_token(config, 151667))
     return joined(config, "internvl", text, tower, tie_default=True)
 
 

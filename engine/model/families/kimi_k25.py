@@ -6,7 +6,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families import deepseek_v3
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.moonvit import MOONVIT_RULES, moonvit
-from firstlight.engine.model.families.vision_common import both, tied
+from firstlight.engine.model.families.vision_common import both, image_token, tied, tower_config
 from firstlight.engine.model.rules import Part, under
 from firstlight.engine.model.spec import ModelSpec
 
@@ -15,12 +15,12 @@ TOKEN = 163605
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     kind = str(config.need("model_type"))
-    named = next((key for key in ("media_placeholder_token_id", "image_token_id") if key in config), None)
+    vision = tower_config(config, "moonvit", "kimi")
     for key in ("video_placeholder", "use_unified_vision_chunk", "image_token_id", "video_token_id"):
         config.get(key)  # of videos, and former names
     for key in ("vision_start_token_id", "vision_end_token_id"):
         config.get(key)  # marks around pictures are tokens like others
-    tower = moonvit(config.sub("vision_config"), text.hidden, TOKEN if named is None else int(config.need(named)))
+    tower = moonvit(vision, text.hidden, image_token(config, TOKEN, "media_placeholder_token_id"))
     if config.get("projection_hidden_size", tower.hidden) != tower.hidden:
         config.refuse("projection_hidden_size", config.get("projection_hidden_size"), f"{tower.hidden}, the tower's")
     eps = config.get("projection_layer_norm_eps")

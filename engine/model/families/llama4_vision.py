@@ -11,10 +11,12 @@ from firstlight.engine.model.families.vision_common import (
     heads_of,
     image_token,
     joined,
+    kernel_of,
     layer,
     named,
     norm_of,
     square,
+    tower_config,
 )
 from firstlight.engine.model.rules import Part, WeightRule, rule
 from firstlight.engine.model.spec import (
@@ -31,8 +33,7 @@ from firstlight.engine.model.spec import (
 def _tower(config: Config, text_hidden: int, image_token_id: int) -> PatchTower:
     hidden, patch = count(config, "hidden_size", 768), square(config, "patch_size", 14)
     heads = heads_of(config, hidden, count(config, "num_attention_heads", 16), 4)
-    ratio = config.positive("pixel_shuffle_ratio", config.get("pixel_shuffle_ratio", 0.5))
-    kernel, norm = int(1 / ratio), norm_of(1e-5)
+    kernel, norm = kernel_of(config, "pixel_shuffle_ratio", 0.5), norm_of(1e-5)
     intermediate, image = count(config, "intermediate_size", 5632), square(config, "image_size", 448)
     if intermediate != hidden * kernel**2:
         config.refuse("intermediate_size", intermediate, f"{hidden * kernel**2}, which shuffled pixels have")
@@ -86,7 +87,7 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
         )
         image_token(config, 200092)
         return msgspec.structs.replace(text, family="llama4")
-    tower = _tower(config.sub("vision_config"), text.hidden, image_token(config, 200092))
+    tower = _tower(tower_config(config, "llama4"), text.hidden, image_token(config, 200092))
     return joined(config, "llama4", text, tower)
 
 

@@ -6,7 +6,15 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import activation
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.pixtral import PIXTRAL_RULES, pixtral
-from firstlight.engine.model.families.vision_common import both, count, image_token, joined, tied
+from firstlight.engine.model.families.vision_common import (
+    both,
+    count,
+    feature_layers,
+    image_token,
+    joined,
+    tied,
+    tower_config,
+)
 from firstlight.engine.model.rules import Part, WeightRule, ignored, rule
 from firstlight.engine.model.spec import (
     MLP,
@@ -78,24 +86,25 @@ def _ragged(config: Config, text: ModelSpec, states: tuple[int, ...], bias: bool
 
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
-    features = config.stated("vision_feature_layer", absent=-2)
-    features = tuple(features) if isinstance(features, list) else (features,)
+    vision = tower_config(config, "clip_vision_model", "siglip_vision_model", "pixtral")
+    layers = count(vision, "num_hidden_layers", 24)
+    features = feature_layers(config, -2, layers, several=True)
     bias = bool(config.stated("multimodal_projector_bias", absent=True))
-    if config.sub("vision_config").get("model_type") == "pixtral":
+    if vision.get("model_type") == "pixtral":
         return _ragged(config, text, features, bias)
-    tower = _tower(config.sub("vision_config"))
-    vision = VisionSpec(
+    tower = _tower(vision)
+    whole = VisionSpec(
         **tower,  # type: ignore[arg-type]
         projector=Projector(
             widths=(int(tower["hidden"]) * len(features), text.hidden, text.hidden),  # type: ignore[call-overload]
             activation=activation(config, "projector_hidden_act", "gelu"),
             bias=bias,
         ),
-        image_token_id=int(config.need("image_token_index", "image_token_id")),
+        image_token_id=image_token(config),
         feature_layers=features,
         drop_first=config.only("vision_feature_select_strategy", "default", "full", default="default") == "default",
     )
-    return msgspec.structs.replace(text, family="llava", vision=vision, tied_head=tied(config, text))
+    return msgspec.structs.replace(text, family="llava", vision=whole, tied_head=tied(config, text))
 
 
 _V = "(model.|)vision_tower.(vision_model.|)"

@@ -3,17 +3,23 @@
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.pixtral import PIXTRAL_RULES, pixtral
-from firstlight.engine.model.families.vision_common import acts, both, count, image_token, joined, norm_of
+from firstlight.engine.model.families.vision_common import (
+    acts,
+    both,
+    count,
+    feature_layers,
+    image_token,
+    joined,
+    norm_of,
+    tower_config,
+)
 from firstlight.engine.model.rules import Part, WeightRule
 from firstlight.engine.model.spec import ActivationStep, Chain, LinearStep, MergeStep, ModelSpec, NormStep
 
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
-    vision, kernel = config.sub("vision_config"), count(config, "spatial_merge_size", 2)
-    vision.only("model_type", "pixtral", default="pixtral")
-    state = config.stated("vision_feature_layer", absent=-1)
-    if isinstance(state, list):
-        config.unsupported("vision_feature_layer", state, "one layer")
+    vision, kernel = tower_config(config, "pixtral"), count(config, "spatial_merge_size", 2)
+    states = feature_layers(config, -1, count(vision, "num_hidden_layers", 24))
     hidden, bias = count(vision, "hidden_size", 1024), bool(config.get("multimodal_projector_bias", False))
     chain = Chain(
         width=hidden,
@@ -26,7 +32,7 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
             LinearStep(name="1", width=text.hidden, bias=bias),
         ),
     )
-    tower = pixtral(vision, chain, (int(state),), kernel, image_token(config, 10))
+    tower = pixtral(vision, chain, states, kernel, image_token(config, 10))
     return joined(config, "mistral3", text, tower, tie_default=True)
 
 

@@ -2,7 +2,7 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import activation
-from firstlight.engine.model.families.vision_common import axial
+from firstlight.engine.model.families.vision_common import axial, count
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLP, Attention, LayerSpec, MergedProjector, MoonViT, Norm
 
@@ -52,7 +52,7 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
             config.size("init_pos_emb_height", "pos_emb_height"),
             config.size("init_pos_emb_width", "pos_emb_width"),
         ),
-        frames=int(config.get("init_pos_emb_time", config.get("pos_emb_time", 4))),
+        frames=count(config, "init_pos_emb_time", 4, "pos_emb_time"),
         interpolation=config.only("pos_emb_interpolation_mode", "bilinear", "bicubic", default="bicubic"),
         rope_theta=axial(config).theta,
         norm=norm,

@@ -20,6 +20,7 @@ from firstlight.engine.model.families.vision_common import (
     layer,
     named,
     norm_of,
+    tower_config,
     two_layers,
     with_sections,
 )
@@ -34,7 +35,7 @@ def _older(config: Config) -> PatchTower:
     hidden, kernel = count(config, "embed_dim", 1280), count(config, "spatial_merge_size", 2)
     heads = heads_of(config, hidden, count(config, "num_heads", 16), 4)
     out, norm, merged = count(config, "hidden_size", 3584), norm_of(1e-6), kernel**2
-    intermediate = int(hidden * float(config.get("mlp_ratio", 4)))
+    intermediate = int(hidden * config.positive("mlp_ratio", config.get("mlp_ratio", 4)))
     one = layer(norm, heads, hidden, intermediate, acts(config, "hidden_act", "quick_gelu"))
     return _tower(
         config,
@@ -82,7 +83,7 @@ def _tower(config: Config, **fields: object) -> PatchTower:
 
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
-    kind, vision = str(config.need("model_type")), config.sub("vision_config")
+    kind, vision = str(config.need("model_type")), tower_config(config, "qwen2_vl", "qwen2_5_vl")
     tower = _older(vision) if kind == "qwen2_vl" else _newer(vision)
     tower = msgspec.structs.replace(tower, image_token_id=image_token(config, 151655))
     outer = config.sub("text_config") if "text_config" in config else config

@@ -19,6 +19,7 @@ from firstlight.engine.model.families.vision_common import (
     layer,
     named,
     norm_of,
+    tower_config,
     two_layers,
     with_sections,
 )
@@ -82,7 +83,8 @@ def _tower(config: Config, deep_default: tuple[int, ...], image_token_id: int) -
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     kind = str(config.need("model_type"))
-    tower = _tower(config.sub("vision_config"), () if kind in SECTIONS else (8, 16, 24), image_token(config, 151655))
+    vision = tower_config(config, "qwen3_vl", "qwen3_5")
+    tower = _tower(vision, () if kind in SECTIONS else (8, 16, 24), image_token(config, 151655))
     sections = SECTIONS.get(kind, (24, 20, 20))
     return joined(config, kind, with_sections(config.sub("text_config"), text, sections, interleaved=True), tower)
 

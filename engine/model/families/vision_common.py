@@ -58,6 +58,38 @@ def layer(
     )
 
 
+def tower_config(config: Config, *kinds: str) -> Config:
+    """`vision_config`, refused where it names another tower: one whose name begins with none of `kinds`."""
+    written = config.raw.get("vision_config")
+    if written is not None and not isinstance(written, Mapping):
+        config.refuse("vision_config", written, "a configuration of its own")
+    found = config.sub("vision_config")
+    name = found.get("model_type", kinds[0])
+    if not isinstance(name, str) or not name.startswith(kinds):
+        found.unsupported("model_type", name, " or ".join(kinds))
+    return found
+
+
+def feature_layers(config: Config, default: int, layers: int, *, several: bool = False) -> tuple[int, ...]:
+    """The states of the tower that features come from: 0 is what enters its first layer, -1 what leaves the last."""
+    given = config.stated("vision_feature_layer", absent=default)
+    chosen = tuple(given) if isinstance(given, list) else (given,)
+    if len(chosen) != 1 and not several:
+        config.unsupported("vision_feature_layer", given, "one layer")
+    if not chosen or any(type(one) is not int or not -layers - 1 <= one <= layers for one in chosen):
+        config.refuse("vision_feature_layer", given, f"whole numbers of {-layers - 1} to {layers}")
+    return chosen
+
+
+def kernel_of(config: Config, key: str, default: float) -> int:
+    """Patches of a side that a ratio such as 1/2 puts together."""
+    ratio = config.positive(key, config.get(key, default))
+    kernel = round(1 / ratio)
+    if kernel < 1 or abs(kernel * ratio - 1) > 1e-6:
+        config.refuse(key, ratio, "one by a whole number")
+    return kernel
+
+
 def count(config: Config, key: str, default: int, *older: str) -> int:
     """A positive whole number; `default` is the architecture's where the file is silent, `older` are former names."""
     named = next((name for name in (key, *older) if name in config), None)
@@ -85,8 +117,8 @@ def square(config: Config, key: str, default: int) -> int:
         if len(set(value)) != 1:
             config.unsupported(key, value, "the same height and width")
         value = value[0]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        config.refuse(key, value, "a positive whole number")
+    if type(value) is not int or not 0 < value <= 1 << 20:
+        config.refuse(key, value, "a positive whole number, at most 1,048,576")
     return int(value)
 
 
@@ -145,13 +177,16 @@ def tied(config: Config, text: ModelSpec, default: bool = False) -> bool:
     return bool(text.tied_head or (default if outer is None and inner is None else outer))
 
 
-def image_token(config: Config, default: int | None = None) -> int:
-    """The id of the token whose embedding a picture's features replace."""
-    if default is not None and not any(key in config for key in ("image_token_id", "image_token_index")):
+def image_token(config: Config, default: int | None = None, *first: str) -> int:
+    """The id of the token whose embedding a picture's features replace, under a family's own names or the usual."""
+    keys = (*first, "image_token_id", "image_token_index")
+    if default is not None and not any(key in config for key in keys):
         return default
-    found = config.need("image_token_id", "image_token_index")
+    found = config.need(*keys)
     for key in ("video_token_id", "video_token_index", "vision_start_token_id", "vision_end_token_id"):
         config.get(key)  # marks around pictures are tokens like others
+    if type(found) is not int or found < 0:
+        config.refuse("image_token_id", found, "the id of a token")
     return int(found)
 
 
