@@ -266,6 +266,37 @@ TINY: dict[str, Tiny] = {
             routed_scaling_factor=1.6,
         )
     ),
+    "lfm3": Tiny(
+        _lfm2(
+            model_type="lfm3",
+            layer_types=["conv", "sliding_attention", "full_attention"],
+            head_dim=12,
+            sliding_window=9,
+            block_multiple_of=None,
+        ),
+        40,
+    ),
+    "lfm3-plain": Tiny(
+        _lfm2(
+            model_type="lfm3",
+            layer_types=["full_attention", "conv"],
+            num_hidden_layers=2,
+            use_sandwich_norm=False,
+            use_attention_gate=False,
+            conv_bias=True,
+            attention_bias=True,
+            block_multiple_of=None,
+        )
+    ),
+    "lara_mini": Tiny(
+        _qwen3_next(
+            model_type="lara_mini",
+            layer_types=["linear_attention", "sliding_attention", "full_attention"],
+            sliding_window=9,
+            intermediate_size=None,
+        ),
+        40,
+    ),
     "minimax": Tiny(_minimax(), 70),
     "minimax-gelu": Tiny(_minimax(head_dim=12, hidden_act="gelu"), 40),
     "nemotron_h": Tiny(_nemotron_h("linear_attention", "moe", "full_attention", "mlp"), 70),
@@ -291,6 +322,8 @@ MESHES: dict[str, tuple[str, ...]] = {
     "jamba": ("tp2 ep2",),
     "falcon_h1": ("tp2",),
     "lfm2": ("tp2",),
+    "lfm3": ("tp2",),
+    "lara_mini": ("tp2 ep2",),
     "lfm2_moe": ("tp2 ep2",),
     "minimax": ("tp2", "pp2 ep2"),
     "nemotron_h": ("tp2", "pp2 ep2"),

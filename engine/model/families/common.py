@@ -89,7 +89,7 @@ def rope(
         config.refuse("max_position_embeddings", max_positions, "a positive whole number")
     return Rope(
         theta=value,
-        dim=int(dim * partial),
+        dim=dim if fields.get("rope_type") == "proportional" else int(dim * partial),
         interleaved=interleaved,
         max_positions=max_positions,
         scaling=_rope_scaling(config, fields, max_positions),
@@ -125,7 +125,7 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
         return None
     kind = {"su": "longrope"}.get(kind, kind)  # the name of Phi-3's first releases
     fields = {key: value for key, value in fields.items() if not key.startswith("mrope_")}  # vision families read them
-    known = ("linear", "dynamic", "llama3", "yarn", "longrope")
+    known = ("linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
     if kind not in known:
         config.unsupported("rope_scaling.rope_type", kind, ", ".join(known))
     known_fields = {
@@ -154,6 +154,8 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
     original = read.setdefault("original_max_positions", max_positions)
     if kind in ("yarn", "longrope") and original:
         read.setdefault("factor", max_positions / original)
+    if kind == "proportional":
+        read["share"] = float(fields.get("partial_rotary_factor", 1.0))
     config.positive("rope_scaling.factor", read.get("factor", 1.0))
     return RopeScaling(kind=kind, **read)
 

@@ -6,21 +6,18 @@ from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.state_spaces import BACKBONE, ENDLESS, MAMBA2_RULES, limits, whole_groups
 from firstlight.engine.model.spec import Mamba2, ModelSpec, Norm
 
+# Keys of training, or of how prompts are cut.
+IDLE = """chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max time_step_min
+time_step_rank""".split()  # noqa: SIM905
+
 
 def spec(config: Config) -> ModelSpec:
     config.only("hidden_act", "silu", default="silu")
     heads, dim, hidden = config.size("num_heads"), config.size("head_dim"), config.size("hidden_size")
     if heads * dim != int(config.get("expand", 2)) * hidden:
         config.refuse("num_heads", heads, f"expand x hidden_size channels in heads of head_dim = {dim}")
-    for key in (
-        "chunk_size",
-        "residual_in_fp32",
-        "time_step_rank",
-        "time_step_min",
-        "time_step_max",
-        "time_step_floor",
-    ):
-        config.get(key)  # of training, or of how prompts are cut
+    for key in IDLE:
+        config.get(key)
     norm = Norm(eps=config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)))
     bias = bool(config.get("use_bias", False))
     mixer = Mamba2(

@@ -28,7 +28,7 @@ class Attention:
         self._o = weights.linear("o", bias=False)
         self._o_bias_H = weights.maybe("o.bias")
         self._sinks_N = weights.maybe("sinks")
-        self._gate = weights.linear("gate") if spec.gate == "own" else None
+        self._gate = weights.linear("gate") if spec.gate in ("own", "head") else None
         norm = QK_NORMS[spec.qk_norm_over]
         self._q_norm = norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
         self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
@@ -70,7 +70,8 @@ class Attention:
             q_TND = sharpened(q_TND, spec.temperature, batch)
         v_TKV = v_TKV if self._v_norm is None else self._v_norm(v_TKV)
         if self._gate is not None:
-            return q_TND, k_TKD, v_TKV, self._gate(x_TH).unflatten(-1, (-1, spec.value_dim))
+            size = 1 if spec.gate == "head" else spec.value_dim
+            return q_TND, k_TKD, v_TKV, self._gate(x_TH).unflatten(-1, (-1, size))
         return q_TND, k_TKD, v_TKV, gate_TNV if spec.gate else None
 
     def _by_head(self, qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:

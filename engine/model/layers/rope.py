@@ -71,6 +71,9 @@ def frequencies(rope: Rope, length: int = 0) -> Tensor:
         return 1.0 / ((rope.theta * stretch ** (rope.dim / (rope.dim - 2))) ** exponent)
     if scaling.kind == "llama3":
         return _llama3(inv_freq, scaling)
+    if scaling.kind == "proportional":
+        turns = torch.arange(rope.dim // 2) < int(scaling.share * rope.dim // 2)
+        return torch.where(turns, inv_freq, 0.0) / scaling.factor
     if scaling.kind == "yarn":
         return _yarn(inv_freq, rope, scaling)
     assert scaling.kind == "longrope"

@@ -56,7 +56,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     sinks: bool = False
     causal: bool = True
     whole_pictures: bool = False
-    gate: Literal["query", "own"] | None = None
+    gate: Literal["query", "own", "head"] | None = None
 
     @property
     def value_dim(self) -> int:
@@ -68,8 +68,9 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         kv_heads = Shard(0, self.num_kv_heads, replicate=True, unit_name="key/value heads")
         yield from self._fused(scope) if self.fused else self._projections(scope, heads, kv_heads)
         width = self.num_heads * self.value_dim
-        if self.gate == "own":
-            yield scope.param("gate.weight", width, scope.hidden, role="attention", place=(heads,))
+        if self.gate in ("own", "head"):
+            rows = self.num_heads if self.gate == "head" else width
+            yield scope.param("gate.weight", rows, scope.hidden, role="attention", place=(heads,))
         output = Shard(1, self.num_heads, unit_name="query heads")
         yield scope.param("o.weight", scope.hidden, width, role="attention", place=(output,))
         if self.output_bias:

@@ -8,9 +8,12 @@ import msgspec
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are stretched beyond the trained length; the names are those of released configs."""
+    """How rotary frequencies are stretched beyond the trained length; the names are those of released configs.
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    `proportional`: only the fastest `share` of them turn, the others stand still.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
     factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
@@ -23,6 +26,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    share: float = 1.0
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):

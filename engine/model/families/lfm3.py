@@ -1,0 +1,58 @@
+"""LFM3: LFM2 with norms on both sides of a block, windows between, and a gate on each head of the attention."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import SANDWICH, decoder, gqa, head_dim, in_layers, rope_of_kind
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.lfm2 import RULES as LFM2_RULES
+from firstlight.engine.model.rules import WeightRule
+from firstlight.engine.model.spec import MLP, Attention, Mixer, ModelSpec, Norm, ShortConv
+
+KINDS = ("conv", "sliding_attention", "full_attention")
+
+
+def kinds_of(config: Config) -> list[str]:
+    count, kinds = config.size("num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if i % 4 == 2 else "conv" if i % 4 or not i else KINDS[1] for i in range(count)]
+    for kind in set(kinds) - set(KINDS):
+        config.unsupported("layer_types", kind, ", ".join(KINDS))
+    if len(kinds) != count:
+        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
+    return kinds
+
+
+def attention(config: Config, kind: str, norm: Norm) -> Attention:
+    bias, size = bool(config.get("attention_bias", False)), head_dim(config)
+    window = config.stated("sliding_window", absent=256)
+    return gqa(
+        config,
+        rope=rope_of_kind(config, size, kind, 1e6 if kind == "full_attention" else 1e4),
+        qk_norm=norm,
+        qkv_bias=bias,
+        output_bias=bias,
+        window=window if kind == "sliding_attention" else None,
+        gate="head" if config.get("use_attention_gate", True) else None,
+    )
+
+
+def spec(config: Config) -> ModelSpec:
+    norm = Norm(eps=config.positive("norm_eps", config.get("norm_eps", 1e-5)))
+    width, bias = config.size("hidden_size"), bool(config.get("conv_bias", False))
+    kinds = kinds_of(config)
+    mixers: dict[str, Mixer] = {"conv": ShortConv(width=width, conv=int(config.get("conv_L_cache", 7)), bias=bias)}
+    mixers |= {kind: attention(config, kind, norm) for kind in set(kinds) - {"conv"}}
+    feed_forward = MLP(intermediate=config.size("intermediate_size"), activation="silu")
+    tied = bool(config.get("tie_embedding", config.get("tie_word_embeddings", True)))
+    places = SANDWICH if config.get("use_sandwich_norm", True) else SANDWICH[:2]
+    return decoder(
+        config, "lfm3", lambda i: mixers[kinds[i]], lambda i: feed_forward, norm=norm, norms=places, tied_head=tied
+    )
+
+
+RULES: tuple[WeightRule, ...] = (
+    *LFM2_RULES,
+    *in_layers({"post_operator_norm": "post_mixer_norm", "post_ffn_norm": "post_ffn_norm"}),
+    *in_layers({"self_attn.o_proj": "mixer.o", "self_attn.(gate_proj|g_proj)": "mixer.gate"}),
+    *in_layers({f"self_attn.{part}_norm": f"mixer.{part}_norm" for part in "qk"}),
+)
+FAMILY = Family(name="lfm3", model_types=("lfm3",), spec=spec, rules=RULES)
