@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.param import FIRST_STAGE, Param, Scope
 from firstlight.engine.model.spec.vision import VisionSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Size = tuple[int, int]
 
@@ -100,6 +101,8 @@ class AnyRes(msgspec.Struct, frozen=True, kw_only=True, tag="anyres"):
 
     def blank(self) -> dict[str, NDArray[Any]]:
         """The tensors of one picture of zeros, as large as the first resolution."""
+        import numpy as np
+
         height, width = self.resolutions[0]
         rows, columns = self.grid(height, width)
         side = self.tower.image_size

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, Param, Scope
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 GRIDS = ("grid_thws", "image_grid_thw", "image_grid_hws")  # names of grids: [frames, rows, columns], or rows, columns
 
@@ -109,6 +110,8 @@ class MoonViT(msgspec.Struct, frozen=True, kw_only=True, tag="moonvit"):
 
     def blank(self) -> dict[str, NDArray[Any]]:
         """The tensors of one picture of zeros, two kernels high and three wide."""
+        import numpy as np
+
         rows, columns = 2 * self.merge[0], 3 * self.merge[1]
         patch = (self.channels, self.patch_size, self.patch_size)
         pixels = np.zeros((rows * columns, *patch), np.float32)

@@ -7,16 +7,17 @@ what, which states become features, and the chain of steps to the decoder. See `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from firstlight.engine.model.spec.chain import Chain
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, Param, Scope
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Shape = tuple[int, int, int]  # frames, rows, columns, in patches
 
@@ -193,6 +194,8 @@ class PatchTower(msgspec.Struct, frozen=True, kw_only=True, tag="patches"):
 
     def blank(self) -> dict[str, NDArray[Any]]:
         """The tensors of one small picture; where zeros would be none, of ones."""
+        import numpy as np
+
         rows, columns = 2 * self.kernel, 3 * self.kernel
         size = self.patch_size
         if self.inputs == "flat":
@@ -214,4 +217,6 @@ def _shape_of(sizes: Sequence[int | str]) -> str:
 
 def _stacked(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Tiles [1, tiles, ...]."""
+    import numpy as np
+
     return np.stack(list(parts))[None]

@@ -8,15 +8,16 @@ Every kind of tower says of picture tensors under the vendor's names, arrays or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, Param, Scope
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class Projector(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="fixed"):
 
     def blank(self) -> dict[str, NDArray[Any]]:
         """The tensors of one picture of zeros."""
+        import numpy as np
+
         return {"pixel_values": np.zeros((1, self.channels, self.image_size, self.image_size), np.float32)}
 
     def parameters(self) -> Iterator[Param]:
