@@ -1,104 +1,98 @@
-"""Loading weights into reserved memory beside safetensors' load_file followed by a copy; files in the page cache.
+"""Loading weights beside safetensors' load_file and a copy, fastsafetensors, runai-model-streamer and plain preads.
 
-Both end with every weight in memory that was asked for before. Each load has a process of its own, as a start has.
+Every load has a process of its own, and all take turns. `read` is into memory that is there already, where a loader can
+be given some; `total` starts with none. Without --checkpoint: SmolLM2-135M, then a Llama of --gigabytes made for the
+purpose, from the page cache and from the disk; fio, where it is installed, says what the disk gives.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
+import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
+from tests.benchmarks.big import big_checkpoint
+from tests.benchmarks.common import machine, median, show, smollm2, spread, take_turns
+from tests.benchmarks.loaders import LOADERS, absent, cold, fresh, warm
 
-from tests.benchmarks.common import ROOT, machine, median, seconds, setting, show, spread, take_turns
-
-
-def ours(directory: Path, threads: int) -> None:
-    from firstlight.engine.model.families import FAMILIES
-    from firstlight.engine.parallel.mesh import Mesh
-    from firstlight.engine.parallel.pieces import rank_pieces
-    from firstlight.engine.weights.checkpoint import Checkpoint
-    from firstlight.engine.weights.ledger import account
-    from firstlight.engine.weights.loader import load
-
-    checkpoint = Checkpoint.open(str(directory))
-    spec, matcher = FAMILIES.describe(checkpoint.config)
-    ledger = account(checkpoint, spec, matcher)
-    load(checkpoint, rank_pieces(spec, Mesh(), 0, "BF16", ledger), threads=threads)
+WARM = [name for name in LOADERS if "," not in name]
+COLD = list(LOADERS)
 
 
-def theirs(directory: Path, threads: int) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import load_file
+def table(title: str, directory: Path, names: list[str], threads: int, repeats: int, is_cold: bool) -> None:
+    weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    there = [name for name in names if not absent(name)]
+    for name in names:
+        if reason := absent(name):
+            print(f"left out: {name}: {reason}")
+    found: dict[tuple[str, bool], list[dict[str, float]]] = {}
 
-    files = sorted(directory.glob("*.safetensors"))
-    places = {}
-    for file in files:
-        with safe_open(file, "pt") as header:
-            for name in header.keys():  # noqa: SIM118 - not a mapping
-                places[name] = torch.empty(header.get_slice(name).get_shape(), dtype=torch.bfloat16)
-    for file in files:
-        for name, tensor in load_file(file).items():
-            places[name].copy_(tensor)
+    def run(name: str, ready: bool) -> float:
+        (cold if is_cold else warm)(directory)
+        times = fresh(name, directory, threads, ready)
+        found.setdefault((name, ready), []).append(times)
+        return times["read_s"] if ready else times["total_s"]
+
+    modes = (False,) if is_cold else (True, False)
+    turns: dict[str, Any] = {json.dumps([name, ready]): partial(run, name, ready) for name in there for ready in modes}
+    if is_cold and shutil.which("fio"):
+        turns[json.dumps(["fio, queue depth 32", False])] = partial(fio_s, directory)
+    figures = {tuple(json.loads(key)): values for key, values in take_turns(turns, repeats).items()}
+    base = median(figures["safetensors load_file + copy", modes[0]])
+    rows = []
+    for name in dict.fromkeys(name for name, _ in figures):
+        total, read = figures[name, False], figures.get((name, True))
+        own = found.get((name, False), [{}])[1:]
+        rows.append(
+            {
+                "loader": name,
+                "read ms": round(median(read) * 1e3, 1) if read else "-",
+                "read GB/s": round(weight_bytes / median(read) / 1e9, 2) if read else "-",
+                "times load_file": round(base / median(read or total), 2),
+                "total ms": round(median(total) * 1e3, 1),
+                "lowest to highest": spread([one * 1e3 for one in total]),
+                "total GB/s": round(weight_bytes / median(total) / 1e9, 2),
+                "reserve ms": round(median([one["reserve_s"] for one in own]) * 1e3, 1) if own and own[0] else "-",
+                "peak / weights": round(max(o["peak_bytes"] for o in own) / weight_bytes, 3) if own and own[0] else "-",
+            }
+        )
+    show(title, rows, {**machine(threads), "weight_mb": round(weight_bytes / 1e6, 1), "repeats": repeats})
 
 
-RUNS = {"firstlight": ours, "safetensors load_file + copy": theirs}
-
-
-def fresh(name: str, directory: Path, threads: int) -> tuple[float, int]:
-    """Seconds of the load in a process of its own, and by how much it raised the peak of resident memory."""
-    command = [sys.executable, "-m", "tests.benchmarks.bench_load", "--alone", name, str(directory), str(threads)]
-    output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    return float(output[-2]), int(output[-1])
-
-
-def alone(name: str, directory: Path, threads: int) -> None:
-    """What the fresh process does."""
-    import safetensors.torch  # noqa: F401 - imports are not part of the load
-
-    import firstlight.engine.model.families
-    import firstlight.engine.weights.loader  # noqa: F401
-
-    torch.set_num_threads(threads)
-    before = peak_bytes()
-    taken_s = seconds(partial(RUNS[name], directory, threads))
-    print(taken_s, peak_bytes() - before)
-
-
-def peak_bytes() -> int:
-    """The most that was ever resident in this process; pages of mapped files count as well."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+def fio_s(directory: Path) -> float:
+    """Seconds that fio takes for the same files at queue depth 32, past the page cache."""
+    files = ":".join(str(file) for file in sorted(directory.glob("*.safetensors")))
+    words = ["--name=read", "--rw=read", "--bs=1M", "--direct=1", "--ioengine=libaio", "--iodepth=32"]
+    run = subprocess.run(
+        ["fio", *words, f"--filename={files}", "--output-format=json"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    read = json.loads(re.sub(r"^[^{]*", "", run.stdout, count=1))["jobs"][0]["read"]
+    total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return total / float(read["bw_bytes"])
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--alone"]:
-        alone(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, help="measure this one alone, warm")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which everyone runs once; medians are shown")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the large checkpoint; 0: none")
+    parser.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True)
+    given = parser.parse_args()
+    small = given.checkpoint or smollm2()
+    table(f"Load, {small.name}, page cache", small, WARM, given.threads, given.repeats, False)
+    if given.checkpoint or not given.gigabytes:
         return
-    given = setting(__doc__)
-    weight_bytes = sum(file.stat().st_size for file in given.checkpoint.glob("*.safetensors"))
-    peaks: dict[str, int] = {}
-
-    def load_s(name: str) -> float:
-        taken_s, peaks[name] = fresh(name, given.checkpoint, given.threads)
-        return taken_s
-
-    figures = take_turns({name: partial(load_s, name) for name in RUNS}, given.repeats)
-    theirs_s = median(figures["safetensors load_file + copy"])
-    rows = [
-        {
-            "loader": name,
-            "ms": round(median(figures[name]) * 1e3, 1),
-            "lowest to highest ms": spread([figure * 1e3 for figure in figures[name]]),
-            "GB/s": round(weight_bytes / median(figures[name]) / 1e9, 2),
-            "ratio": round(theirs_s / median(figures[name]), 2),
-            "peak memory / weights": round(peaks[name] / weight_bytes, 3),
-        }
-        for name in RUNS
-    ]
-    show("Load", rows, {**machine(given.threads), "weight_mb": round(weight_bytes / 1e6, 1)}, given.json_file)
+    with big_checkpoint(int(given.gigabytes * 1e9)) as large:
+        title = f"Load, {given.gigabytes:g} GB of bfloat16"
+        table(f"{title}, page cache", large, WARM, given.threads, given.repeats, False)
+        if given.cold:
+            table(f"{title}, cold", large, COLD, given.threads, given.repeats, True)
 
 
 if __name__ == "__main__":
