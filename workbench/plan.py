@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time,
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
+from firstlight.engine.weights.checkpoint import config_twice
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
+from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench import fallback_rungs
 from firstlight.workbench.report import Draft, Report
@@ -87,16 +89,13 @@ def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     """Name and raw configuration of a checkpoint directory, a JSON file, or a model of `data/models`."""
     path = Path(source).expanduser()
     if path.is_dir():
-        config = path / "config.json"
-        if config.exists() and not config.is_file():  # a pipe would wait for a writer for ever
-            raise Refused(fatal("side-file-invalid", f"{config} is no regular file", file=str(config)))
-        return path.resolve().name, _decode(config, config)
+        return path.resolve().name, _read(path, "config.json")
     if path.is_file():
-        return path.stem, _decode(path, path)
+        return path.stem, _read(path.parent, path.name)
     known = resources.files("firstlight.data").joinpath("models")
     shipped = known.joinpath(f"{path.name.removesuffix('.json')}.json")
     if shipped.is_file():
-        return path.name.removesuffix(".json"), _decode(path, shipped)
+        return path.name.removesuffix(".json"), dict(msgspec.json.decode(shipped.read_bytes()))
     names = sorted(entry.name.removesuffix(".json") for entry in known.iterdir() if entry.name.endswith(".json"))
     raise Refused(
         fatal(
@@ -110,20 +109,12 @@ def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     )
 
 
-def _decode(path: Path, file: Any) -> dict[str, Any]:
-    try:
-        config = msgspec.json.decode(file.read_bytes())
-    except FileNotFoundError as error:
-        raise Refused(
-            fatal("missing-side-file", f"{path} is not there", file=str(path), next="fetch config.json of the release")
-        ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(
-            fatal("side-file-invalid", f"{path} is not JSON: {error}", file=str(path), next="fetch the file again")
-        ) from error
-    if not isinstance(config, Mapping):
-        raise Refused(fatal("side-file-invalid", f"{path} is not a JSON object", file=str(path)))
-    return dict(config)
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    """A configuration, read with a bound; one that states a key twice is refused, since nobody knows which is meant."""
+    config, twice = read_object(directory, name, CONFIG_LIMIT_BYTES)
+    if twice:
+        raise Refused(config_twice(twice))
+    return config
 
 
 def _verdict(draft: Draft, found: Plan) -> None:

@@ -59,7 +59,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         config, twice = read_object(directory, "config.json", CONFIG_LIMIT_BYTES)
         index = read_index(directory)
         files, findings = shard_files(directory, names, index)
-        findings = [*_config_twice(twice), *(index.findings if index else ()), *findings]
+        findings = [*config_twice(twice), *(index.findings if index else ()), *findings]
         source = open_source(directory)
         tensors, problems, broken = _headers(directory, source, files, index)
         findings.extend(problems)
@@ -165,7 +165,8 @@ def _names(directory: Path) -> tuple[str, ...]:
     return with_remote(directory, here)
 
 
-def _config_twice(keys: tuple[str, ...]) -> Iterable[Finding]:
+def config_twice(keys: tuple[str, ...]) -> Iterable[Finding]:
+    """The finding for keys of config.json with two values, if there are any."""
     if keys:
         yield fatal(
             "conflicting-flag",

@@ -1,5 +1,6 @@
 """Plan: known figures of released models, the verdict and its exit status, and wishes that are impossible."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,8 +100,14 @@ def test_a_model_is_a_directory_a_file_or_a_name(checkpoint: Get, tmp_path: Path
     (tmp_path / "c.json").write_text("[")
     with pytest.raises(Refused, match="not JSON"):
         read_config(tmp_path / "c.json")
-    with pytest.raises(Refused, match=r"config\.json is not there"):
+    with pytest.raises(Refused, match=r"has no config\.json"):
         read_config(tmp_path)
+    (tmp_path / "c.json").write_text('{"hidden_size": 8, "hidden_size": 9}')
+    with pytest.raises(Refused, match="hidden_size twice with different values"):
+        read_config(tmp_path / "c.json")
+    os.truncate(tmp_path / "c.json", 1 << 40)
+    with pytest.raises(Refused, match="1,099,511,627,776 bytes"):
+        read_config(tmp_path / "c.json")
 
 
 def test_the_context_is_no_longer_than_the_model_allows(checkpoint: Get) -> None:
