@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.render import words
+from firstlight.workbench.render.names import Cell
 from firstlight.workbench.report import Check, Metric, Report
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ def _part_of_table(columns: list[str], rows: list[dict[str, Any]]) -> Renderable
     )
     grid.add_row(*(Text(words.heading(column), "dim") for column in columns))
     for row in rows:
-        grid.add_row(*(Text(words.cell(column, row.get(column))) for column in columns))
+        cells = {column: words.cell(column, row.get(column)) for column in columns}
+        grid.add_row(*(Text(text) if numeric[column] else Cell(text, NARROW_TEXT) for column, text in cells.items()))
     return grid
 
 
