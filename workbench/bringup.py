@@ -128,7 +128,7 @@ class Bringup:
         """Architecture, tensors, formats, gaps, integrity; `deep` hashes every tensor."""
         from firstlight.workbench.scan import scan
 
-        return self._rung("scan", lambda progress: scan(self.checkpoint, deep, progress))
+        return self._rung("scan", lambda progress: scan(self.checkpoint, deep, progress, keep=self.run.directory))
 
     def plan(
         self, cluster: str | Cluster | None = None, context: int | None = None, concurrency: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
@@ -21,6 +22,7 @@ from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.fallback import remote_code
+from firstlight.workbench.ledger_file import LedgerFile
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files, side_file_rows
@@ -38,16 +40,18 @@ def scan(
     strict: bool = False,
     manifest: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | None = None,
+    keep: Path | None = None,
 ) -> Report:
     """Architecture, tensors, formats, operators, gaps and integrity of a checkpoint.
 
     Reads headers, index and side files only; `deep` reads every tensor as well, hashes it, and looks for NaN, infinity
     and scales unlike those of siblings. `manifest` writes the hashes to a file, `against` compares with such a file;
-    both imply `deep`. `strict`: a warning fails the scan. Raises `Refused` when the source is no checkpoint at all, or
+    both imply `deep`. `strict`: a warning fails the scan. `keep`: a run directory that gets the whole ledger, row by
+    row, for the dashboard. Raises `Refused` when the source is no checkpoint at all, or
     `against` no manifest; everything else that is wrong is a failed check.
     """
     with uncollected():
-        return _scan(source, deep, progress or Progress(), strict, manifest, against)
+        return _scan(source, deep, progress or Progress(), strict, manifest, against, keep)
 
 
 def _scan(
@@ -57,6 +61,7 @@ def _scan(
     strict: bool,
     manifest: str | os.PathLike[str] | None,
     against: str | os.PathLike[str] | None,
+    keep: Path | None,
 ) -> Report:
     other = _manifest(manifest, against)
     checkpoint = Checkpoint.open(source)
@@ -72,6 +77,8 @@ def _scan(
     if ledger is not None and described is not None:
         _account(draft, ledger)
         _model(draft, checkpoint, *described)
+    if ledger is not None and keep is not None:
+        LedgerFile.of(keep).write(checkpoint, ledger)
     _tensors(draft, kinds, ledger)
     _contradictions(draft, checkpoint, kinds)
     _side_files(draft, checkpoint, kinds, sees=described is not None and described[0].vision is not None)

@@ -29,4 +29,5 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         strict=arguments.strict,
         manifest=arguments.manifest,
         against=arguments.against,
+        keep=session.run.directory if session.run is not None else None,
     )
