@@ -20,6 +20,8 @@ from firstlight.engine.model.spec import MLP, ModelSpec
 
 def spec(config: Config) -> ModelSpec:
     norm, bias = rms(config, 1e-5), bool(config.get("attention_bias", False))
+    for key, value in (("post_norm", False), ("qk_norm", True), ("mlp_bias", False)):
+        config.only(key, value, default=value)
     config.only("hidden_act", "xielu", default="xielu")
     positions = rope(config, head_dim(config), 12000000.0)
     attention = gqa(config, rope=positions, qk_norm=norm, qkv_bias=bias, output_bias=bias)

@@ -29,6 +29,15 @@ def _windows(config: Config) -> list[int | None]:
 
 
 def spec(config: Config) -> ModelSpec:
+    for key, value in (
+        ("position_embedding_type", "rope_gptj"),
+        ("use_gated_activation", True),
+        ("use_parallel_block", True),
+    ):
+        config.only(key, value, default=value)
+    for key in ("layer_switch", "order_of_interleaved_layers", "rotary_pct", "use_embedding_sharing"):
+        config.get(key)  # what layer_types, rope and tie_word_embeddings say
+    config.get("cache_implementation"), config.get("use_parallel_embedding")
     model_type, norm = str(config.need("model_type")), layer_norm(config, "layer_norm_eps", bias=False)
     windows = _windows(config) if model_type == "cohere2" else [None] * config.size("num_hidden_layers")
     positions = rope(config, head_dim(config), 10000.0 if model_type == "cohere2" else 500000.0, interleaved=True)
@@ -55,7 +64,7 @@ def spec(config: Config) -> ModelSpec:
         norm=norm,
         norms=("mixer_norm",),
         layer={"parallel": True},
-        tie_default=True,
+        tie_default=bool(config.get("use_embedding_sharing", True)),
         logit_scale=float(config.get("logit_scale", 0.0625)),
     )
 

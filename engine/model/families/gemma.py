@@ -49,10 +49,21 @@ KINDS = {
 }
 
 
+GEMMA3 = {  # what the releases with pictures leave out of their text's configuration
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+}
+
+
 def _windows(config: Config, kind: Kind) -> list[int | None]:
     window = config.stated("sliding_window", absent=4096)
     every = int(config.get("sliding_window_pattern", kind.window_every))
     config.get("_sliding_window_pattern")  # the same, where transformers wrote the file
+    config.get("cache_implementation")
     if not kind.window_every:
         return [None] * config.size("num_hidden_layers")
     if "layer_types" in config:
@@ -69,8 +80,10 @@ def _activation(config: Config) -> str:
 
 
 def spec(config: Config) -> ModelSpec:
-    model_type = str(config.need("model_type"))
+    model_type = str(config.get("model_type", "gemma3_text"))
     kind = KINDS[model_type]
+    if model_type == "gemma3_text":
+        config.assume(**GEMMA3)
     norm = Norm(eps=float(config.get("rms_norm_eps", 1e-6)), offset=1.0)
     windows, bias = _windows(config, kind), bool(config.get("attention_bias", False))
     feed_forward = mlp(config, activation=_activation(config))
@@ -106,7 +119,7 @@ def spec(config: Config) -> ModelSpec:
 
 def norm_names(config: Config) -> tuple[WeightRule, ...]:
     """`post_attention_layernorm` is in front of the feed-forward in Gemma 1, behind the attention in 2 and 3."""
-    if KINDS[str(config.need("model_type"))].norms is SANDWICH:
+    if KINDS[str(config.get("model_type", "gemma3_text"))].norms is SANDWICH:
         return SANDWICH_NORMS
     second = "post_attention_layernorm" if config.need("model_type") == "gemma" else "pre_feedforward_layernorm"
     return in_layers({"input_layernorm": "mixer_norm", second: "ffn_norm"})

@@ -21,6 +21,7 @@ def _neox(config: Config) -> ModelSpec:
 
 def _falcon(config: Config) -> ModelSpec:
     config.only("alibi", False, default=False)
+    config.only("apply_residual_connection_post_layernorm", False, default=False)
     newer, parallel = bool(config.get("new_decoder_architecture", False)), bool(config.get("parallel_attn", True))
     heads, bias = config.size("num_attention_heads"), bool(config.get("bias", False))
     size, one = config.size("hidden_size") // heads, bool(config.get("multi_query", True))

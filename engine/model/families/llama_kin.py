@@ -68,6 +68,7 @@ def _rotated(config: Config, kin: Kin) -> list[bool]:
 def _windows(config: Config, kin: Kin, rotated: list[bool]) -> list[int | None]:
     window = config.get("sliding_window")
     switch = config.get("use_sliding_window")
+    config.get("max_window_layers")  # Qwen's, never used here
     if "layer_types" in config:
         return layer_windows(config, window)
     if switch is not None:  # SmolLM3: only layers without rotation

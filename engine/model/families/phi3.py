@@ -17,7 +17,10 @@ from firstlight.engine.model.spec import ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
-    config.only("attention_bias", False, default=False)
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        config.only(key, False, default=False)
+    config.only("full_attn_mod", 1, default=1)
+    config.only("interpolate_factor", 1, default=1)
     config.get("original_max_position_embeddings")  # read with the rotary scaling, where there is one
     attention = gqa(config, window=config.get("sliding_window"))
     feed_forward = mlp(config)
