@@ -15,7 +15,7 @@ from firstlight.engine.model.batch import Embedding, ForwardBatch, Tap
 from firstlight.engine.model.spec import Shape, Vision
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.serving.request import Arrays, Span
-from firstlight.engine.serving.sight import Seen, Sight, extras, with_grids
+from firstlight.engine.serving.sight import Seen, Sight, extras, is_marked, with_grids
 from firstlight.engine.serving.steps import Admission, Chunk, Draw
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.kernels.registry import Choice
@@ -38,14 +38,16 @@ class Held:
     image_spans: tuple[Span, ...]
     features_NH: Tensor | None = field(default=None)
     grids: tuple[Shape, ...] = ()
+    marked: bool = True
 
     @classmethod
     def of(cls, admission: Admission, slot: int, vision: Vision | None = None) -> Held:
-        spans, grids = admission.image_spans, ()
+        spans, grids, marked = admission.image_spans, (), True
         if vision is not None and admission.images:
-            shapes = {name: array for name, array in admission.images.items() if name != "pixel_values"}
-            spans, grids = with_grids(vision, spans, {name: array.numpy() for name, array in shapes.items()})
-        return cls(admission.pages, slot, admission.draw, admission.images, spans, grids=grids)
+            shapes = {name: array.numpy() for name, array in admission.images.items() if name != "pixel_values"}
+            spans, grids = with_grids(vision, spans, shapes)
+            marked = is_marked(shapes)
+        return cls(admission.pages, slot, admission.draw, admission.images, spans, grids=grids, marked=marked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ def build_batch(
         logit_rows=None if every_row else torch.tensor(rows, dtype=torch.int64, device=around.device),
         embeddings=_embeddings(chunks, held, around.device, encode) if encode is not None else (),
         seen=[
-            Seen(chunk.start, end, held[chunk.number].image_spans, held[chunk.number].grids)
-            for chunk, end in zip(chunks, ends, strict=True)
+            Seen(chunk.start, end, one.image_spans, one.grids, one.marked)
+            for chunk, end, one in zip(chunks, ends, [held[chunk.number] for chunk in chunks], strict=True)
         ],
     )
     return batch, tuple(chosen)

@@ -21,6 +21,7 @@ from firstlight.engine.model.foreign import ForeignModel, ForeignSpec
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineInfo, PictureSource, Prompt
 from firstlight.engine.serving.request import Arrays, Request, SamplingParams, arrays_of
+from firstlight.engine.serving.sight import is_marked
 from firstlight.engine.serving.trace import TraceCommand, check_images, spans_of
 from firstlight.engine.weights.checkpoint import Checkpoint
 
@@ -161,6 +162,8 @@ class Frontend:
             placeholders = [row.count(vision.image_token_id) for row in rows]
             for index, (first, count) in enumerate(pictures_of_rows(vision.counts(tensors), placeholders)):
                 own[index] = arrays_of(vision.share(tensors, first, count)) if count else {}
+                if count and not is_marked(tensors):
+                    own[index]["token_type_ids"] = command.images["token_type_ids"]
         return tuple(self.bare(next(numbers), row, images, steps) for row, images in zip(rows, own, strict=True))
 
     def info(self, rank: Rank) -> EngineInfo:

@@ -41,12 +41,16 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One sequence's part in a step: positions [start, stop) of it, its runs of picture tokens and their grids."""
+    """One sequence's part in a step: positions [start, stop) of it, its runs of picture tokens and their grids.
+
+    `marked`: the tokens of a picture are known to each other, where the model sees pictures whole (see `is_marked`).
+    """
 
     start: int
     stop: int
     spans: tuple[Span, ...] = ()
     grids: tuple[Shape, ...] = ()
+    marked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,20 @@ def grid_positions(part: Seen) -> Tensor:
 def _groups(part: Seen, device: torch.device) -> Tensor:
     """The picture that each token up to the last of this step belongs to, by its number; -1: text. [L]"""
     found = torch.full((part.stop,), -1, dtype=torch.int64)
+    if not part.marked:
+        return found.to(device)
     for number, (begin, count) in enumerate(joined(part.spans)):
         found[begin : begin + count] = number
     return found.to(device)
+
+
+def is_marked(tensors: Mapping[str, Any]) -> bool:
+    """Vendors mark the tokens that see each other in `token_type_ids`: without marks there are none.
+
+    Tensors that come without `token_type_ids` are taken as marked; references then take them as unmarked.
+    """
+    types = tensors.get("token_type_ids")
+    return types is None or bool(types.any())
 
 
 def with_grids(

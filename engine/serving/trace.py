@@ -24,7 +24,7 @@ from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.batch import Surroundings, forward_batch, place_features, tensors_of
 from firstlight.engine.serving.boot import Rank
 from firstlight.engine.serving.request import Array, Arrays, Span
-from firstlight.engine.serving.sight import Seen, Sight, with_grids
+from firstlight.engine.serving.sight import Seen, Sight, is_marked, with_grids
 from firstlight.kernels.attention.meta import AttentionMeta
 
 
@@ -219,7 +219,7 @@ def _seen(rank: Rank, command: TraceCommand, rows: Sequence[_Row]) -> list[Seen]
         spans, grids = spans_of(row.ids, vision.image_token_id), ()
         if own:
             spans, grids = with_grids(vision, spans, own)
-        found.append(Seen(0, len(row.ids), spans, grids))
+        found.append(Seen(0, len(row.ids), spans, grids, is_marked(tensors)))
     return found
 
 

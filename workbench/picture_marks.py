@@ -1,0 +1,49 @@
+"""Golden files do not say whether their reference was told which tokens are of pictures; where that matters, see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from firstlight.engine.findings import warning
+from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.serving.sight import Sight
+from firstlight.workbench.cases import Case
+from firstlight.workbench.compare import deviation
+from firstlight.workbench.golden import Arrays
+from firstlight.workbench.report import Draft
+
+
+def as_made(draft: Draft, engine: EngineLike, case: Case) -> Case:
+    """The case as its reference was run: with the tokens of a picture seeing each other, or without.
+
+    transformers has it so only if it is given `token_type_ids`, which vendors' processors give beside the pictures;
+    a golden file made without them is held against the same and the report says so.
+    """
+    golden = case.golden
+    if not golden.pictures or not Sight.of(case.spec).whole:
+        return case
+    unmarked = {**golden.pictures, "token_type_ids": np.zeros_like(golden.input_ids)}
+    if _agrees(engine, case, golden.pictures) or not _agrees(engine, case, unmarked):
+        return case
+    draft.find(
+        warning(
+            "bad-golden",
+            "the reference did not let the tokens of a picture see each other; this model is trained with that and is "
+            "served so",
+            file=golden.source,
+            expected="a reference that is given token_type_ids, 1 at the tokens of pictures",
+            found="states as without them; held against a run without them",
+            next="make the golden file from all tensors of the vendor's processor",
+        )
+    )
+    return replace(case, golden=replace(golden, pictures=unmarked))
+
+
+def _agrees(engine: EngineLike, case: Case, pictures: Arrays) -> bool:
+    golden = case.golden
+    found = engine.trace(golden.input_ids, golden.mask.astype(np.int64), pictures, layers=case.layers)
+    names = [name for name in golden.outputs if name in found and name != "image_features"]
+    pairs = {name: (found[name][golden.mask], golden.outputs[name][golden.mask]) for name in names}
+    return all(case.passes(name, deviation(ours, theirs)) for name, (ours, theirs) in pairs.items())
