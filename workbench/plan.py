@@ -184,8 +184,8 @@ def _figures(draft: Draft, found: Plan) -> None:
         text = max(sum(size for role, size in rank.weights.items() if role not in SEEING) for rank in found.ranks)
         draft.metric("text_weight_bytes_per_device", text, "B", "the same without vision tower and projector")
     draft.metric("kv_bytes_per_token", facts.kv_bytes_per_token, "B", "whole model")
-    said = "whole model: full windows and what layers remember; inputs of convolutions apart"
-    draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", said)
+    remembered = "whole model: full windows and what layers remember; inputs of convolutions apart"
+    draft.metric("state_bytes_per_sequence", facts.state_bytes_per_sequence, "B", remembered)
     if facts.convolution_bytes_per_sequence:
         kept = facts.convolution_bytes_per_sequence
         draft.metric("convolution_bytes_per_sequence", kept, "B", "whole model: last inputs of convolutions")

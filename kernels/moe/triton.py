@@ -179,10 +179,11 @@ def expert_layer(
 
     num_rows = order_M.numel()
     gate_up_M2F = torch.empty(num_rows, width, dtype=x_TH.dtype, device=x_TH.device)
-    x_MH, row_M = x_TH, order_M // top_k
+    row_M = order_M // top_k
     if weigh_input:
-        x_MH, row_M = (x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype), None
-    enter(x_MH, group_start_E1, gate_up_M2F, row_M)
+        enter((x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype), group_start_E1, gate_up_M2F, None)
+    else:
+        enter(x_TH, group_start_E1, gate_up_M2F, row_M)
     hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
     down_MH = torch.empty(num_rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
     leave(hidden_MF, group_start_E1, down_MH, None)

@@ -49,8 +49,8 @@ class PackedCase:
             for part in self._packed(shape, random)
         ]
         shapes = ((self.local, rows), (self.local, self.hidden)) if self.biases else ()
-        biases = [torch.randn(*shape, generator=random).to(device, dtype) for shape in shapes] or [None, None]
-        args = (x_TH, ids_Tk, weights_Tk, *packed, self.activation, self.start, *biases)
+        biases = [torch.randn(*shape, generator=random).to(device, dtype) for shape in shapes]
+        args = (x_TH, ids_Tk, weights_Tk, *packed, self.activation, self.start, *(biases or (None, None)))
         return Call(args, {"gated": self.gated, "weigh_input": self.weigh_input})
 
     def _packed(self, shape: tuple[int, ...], random: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -60,8 +60,8 @@ class MoE:
         assert self._cached is not None
 
         def of_slots(slots_Tk: Tensor, held: dict[str, Tensor], expert_C: Tensor) -> Tensor:
-            theirs = tuple(None if one is None else one[expert_C] for one in biases)
-            return self._product(held, x_TZ, slots_Tk, weights_Tk, 0, theirs, batch)
+            entry, down = (None if one is None else one[expert_C] for one in biases)
+            return self._product(held, x_TZ, slots_Tk, weights_Tk, 0, (entry, down), batch)
 
         first = batch.comms.ep.index * self._cached.experts(self._site)
         return self._cached.routed(self._site, ids_Tk, first, of_slots)
@@ -73,16 +73,18 @@ class MoE:
         ids_Tk: Tensor,
         weights_Tk: Tensor,
         first: int,
-        biases: tuple[Tensor | None, ...],
+        biases: tuple[Tensor | None, Tensor | None],
         batch: ForwardBatch,
     ) -> Tensor:
         """The expert layer over matrices in the run's dtype, or over those that stayed packed, with their scales."""
-        spec, names = self.spec, (self.spec.entry, "experts.down")
+        spec, entry, down = self.spec, self.spec.entry, "experts.down"
         how = (spec.activation, first, *biases, spec.gated, spec.weigh_input)
-        if names[0] + SCALE not in held:
-            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, *(held[name] for name in names), *how)
-        packed = [held[name + ending].view(torch.uint8) for name in names for ending in ("", SCALE)]
-        return batch.ops.moe_mxfp4(x_TZ, ids_Tk, weights_Tk, *packed, *how)
+        if entry + SCALE not in held:
+            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], *how)
+        codes, scales, down_codes, down_scales = (
+            held[name].view(torch.uint8) for name in (entry, entry + SCALE, down, down + SCALE)
+        )
+        return batch.ops.moe_mxfp4(x_TZ, ids_Tk, weights_Tk, codes, scales, down_codes, down_scales, *how)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""

@@ -64,8 +64,8 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="gated_delta"):
                 yield scope.param(f"{name}.weight", rows, rank, role="attention", place=(heads,))
         kept = "F32" if self.wide else None
         for part, rows in zip("qkv", self.rows, strict=True):
-            name, shape = f"conv.{part}.weight", (rows, 1, self.conv)
-            yield scope.param(name, *shape, role="attention", place=(heads,), storage="conv.weight", dtype=kept)
+            filters = f"conv.{part}.weight", rows, 1, self.conv
+            yield scope.param(*filters, role="attention", place=(heads,), storage="conv.weight", dtype=kept)
         shape = self.decay_shape or (self.num_heads,)
         along = msgspec.structs.replace(heads, dim=shape.index(self.num_heads))
         padding = self.decay_padding
