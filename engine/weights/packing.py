@@ -106,7 +106,8 @@ def nearest(values: Floats, table: Floats) -> NDArray[np.uint8]:
 def _float_codes(values: Floats, table: Floats, sign: int) -> tuple[NDArray[np.uint8], Floats]:
     """Codes with the sign in bit `sign`, and the values that they are."""
     index = nearest(values, table)
-    return (index | (np.signbit(values).astype(np.uint8) << sign)), np.copysign(table[index], values)
+    signs = np.signbit(values).astype(np.uint8) << np.uint8(sign)
+    return (index | signs).astype(np.uint8), np.copysign(table[index], values).astype(np.float32)
 
 
 def _fp8(weight: Floats, how: Fp8, _: np.random.Generator) -> tuple[Parts, Floats]:
@@ -155,7 +156,7 @@ def _mx_codes(weight: Floats) -> tuple[NDArray[np.uint8], Floats, Floats]:
 
 
 def _pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
 
 
 def _mxfp4(weight: Floats, how: MxFp4 | MxFp4Blocks, _: np.random.Generator) -> tuple[Parts, Floats]:

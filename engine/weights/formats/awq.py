@@ -38,12 +38,16 @@ class Awq(Format, frozen=True, kw_only=True):
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import codes, scaled, shifted, span
 
+        turned, block = (*box[:ROWS], box[COLUMNS], box[ROWS]), (self.group, 1)
         values, zero = (
-            span(codes(stored[role], BITS, ORDER), -1, box[ROWS], PER_WORD).mT.float().contiguous()
-            for role in ("codes", "zero")
+            span(in_order(codes(stored[role], BITS)), -1, box[ROWS], PER_WORD).float() for role in ("codes", "zero")
         )
-        block = (1, self.group)
-        return scaled(shifted(values, zero, box, block), stored["scale"].mT.float(), box, block)
+        return scaled(shifted(values, zero, turned, block), stored["scale"].float(), turned, block).mT
 
     def describe(self) -> str:
         return f"{self.label}, " + (f"groups of {self.group}" if self.group else "a scale per row")
+
+
+def in_order(places: Tensor) -> Tensor:
+    """Codes [..., n x 8] as they stand in words -> in their own order: even ones stand in the first half."""
+    return places.unflatten(-1, (-1, 2, PER_WORD // 2)).mT.flatten(-3)

@@ -66,10 +66,10 @@ class Fp8(Format, frozen=True, kw_only=True):
         )
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import scale32, scaled
+        from firstlight.engine.weights.formats.unpacking import fp8, scale32, scaled
 
         scale = as_grid(scale32(stored["scale"]), self.parts[1].dims)
-        return scaled(stored["codes"].float(), scale, box, self.block)
+        return scaled(fp8(stored["codes"]), scale, box, self.block)
 
     def describe(self) -> str:
         return f"{self.label}, {block_words(self.block)}"

@@ -45,15 +45,16 @@ class Gptq(Format, frozen=True, kw_only=True):
         )
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import codes, of_groups, scaled, shifted, span
+        from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span
 
-        per_word, block = 32 // self.bits, (1, self.group)
-        values = span(codes(stored["codes"].mT.contiguous(), self.bits), -1, box[COLUMNS], per_word).float()
-        zero = span(codes(stored["zero"], self.bits), -1, box[ROWS], per_word).mT.float().add_(self.zero_offset)
-        scales = stored["scale"].mT.float()
+        per_word, block, turned = 32 // self.bits, (self.group, 1), (*box[:ROWS], box[COLUMNS], box[ROWS])
+        values = span(codes_down(stored["codes"], self.bits), -2, box[COLUMNS], per_word).float()
+        zero = span(codes(stored["zero"], self.bits), -1, box[ROWS], per_word).float().add_(self.zero_offset)
+        scales = stored["scale"].float()
         if self.ordered and self.group:
-            zero, scales, block = of_groups(zero, stored["order"]), of_groups(scales, stored["order"]), (1, 1)
-        return scaled(shifted(values, zero, box, block), scales, box, block)
+            zero, scales = of_groups(zero, stored["order"], -2), of_groups(scales, stored["order"], -2)
+            block = (1, 1)
+        return scaled(shifted(values, zero, turned, block), scales, turned, block).mT
 
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
         return group_problem(stored, self.parts[1].shape(shape)[-2])

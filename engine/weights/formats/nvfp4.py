@@ -40,10 +40,10 @@ class NvFp4(Format, frozen=True, kw_only=True):
         return tuple(NvFp4(divide=self.divide, dims=dims) for dims in spelt)
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import e2m1, scaled, span
+        from firstlight.engine.weights.formats.unpacking import e2m1, fp8, scaled, span
 
         outer = stored["outer"].reshape(*stored["scale"].shape[:-2], 1, 1)
-        scales = stored["scale"].float()
+        scales = fp8(stored["scale"])
         scales = scales / outer if self.divide else scales * outer
         return scaled(span(e2m1(stored["codes"]), -1, box[COLUMNS], 2), scales, box, (1, GROUP))
 

@@ -61,14 +61,13 @@ class PackedInt(Format, frozen=True, kw_only=True):
         )
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import codes, of_groups, scaled, shifted, span
+        from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span
 
         middle, block = 1 << (self.bits - 1), (1, self.group)
         values = span(codes(stored["codes"], self.bits), -1, box[COLUMNS], self.per_word).float().sub_(middle)
         zero = None
         if self.zero_point:
-            rows = codes(stored["zero"].transpose(-1, -2), self.bits).transpose(-1, -2)
-            zero = span(rows, -2, box[ROWS], self.per_word).float().sub_(middle)
+            zero = span(codes_down(stored["zero"], self.bits), -2, box[ROWS], self.per_word).float().sub_(middle)
         scales = stored["scale"].float()
         if self.ordered:
             scales, block = of_groups(scales, stored["order"]), (1, 1)

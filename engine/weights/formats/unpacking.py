@@ -5,19 +5,32 @@ Source of the number formats: OCP Microscaling Formats (MX) v1.0, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 
 def e2m1(packed: Tensor) -> Tensor:
-    """Bytes [..., n] -> float32 [..., 2n]: two codes a byte, the low one first."""
-    values = torch.tensor(E2M1, dtype=torch.float32, device=packed.device)
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)  # byte -> low, high
-    return pairs[packed.view(torch.uint8).int()].flatten(-2)
+    """Bytes [..., n] -> float32 [..., 2n]: two codes a byte, the low one first.
+
+    A code's three bits stand where float16 has its exponent and mantissa, and its exponent is 14 less.
+    """
+    bits = packed.view(torch.uint8).to(torch.int16)
+    low = ((bits & 0x07) << 9) | ((bits & 0x08) << 12)
+    high = ((bits & 0x70) << 5) | ((bits & 0x80) << 8)
+    return torch.stack((low, high), dim=-1).flatten(-2).view(torch.float16).float().mul_(2.0**14)
+
+
+def fp8(codes: Tensor) -> Tensor:
+    """8-bit floats -> float32, exactly; by way of float16, whose conversion is fast on every device."""
+    if codes.dtype == torch.float8_e5m2:
+        return (codes.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).float()
+    raw = codes.view(torch.uint8)
+    if codes.dtype != torch.float8_e4m3fn or bool(((raw & 0x7F) == 0x7F).any()):  # NaN
+        return codes.float()
+    bits = raw.to(torch.int16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float().mul_(2.0**8)
 
 
 def e8m0(stored: Tensor) -> Tensor:
@@ -33,14 +46,19 @@ def scale32(stored: Tensor) -> Tensor:
     return e8m0(stored) if is_exponent else stored.float()
 
 
-def codes(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Words [..., n], int32 -> int32 codes [..., n x (32 / bits)], lowest bits first.
+def codes(words: Tensor, bits: int) -> Tensor:
+    """32-bit words [..., n] -> codes [..., n x (32 / bits)], uint8, lowest bits first."""
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return packed
+    parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)
 
-    `order`: code i is the `order[i]`-th of its word.
-    """
-    per_word = 32 // bits
-    shifts = torch.tensor([bits * place for place in order or range(per_word)], dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+def codes_down(words: Tensor, bits: int) -> Tensor:
+    """32-bit words [..., n, m] -> codes [..., n x (32 / bits), m], uint8: packed along the dim before the last."""
+    parts = [((words >> shift) & ((1 << bits) - 1)).to(torch.uint8) for shift in range(0, 32, bits)]
+    return torch.stack(parts, dim=-2).flatten(-3, -2)
 
 
 def span(values: Tensor, dim: int, bounds: tuple[int, int], block: int) -> Tensor:
@@ -58,19 +76,35 @@ def spread(values: Tensor, dim: int, bounds: tuple[int, int], block: int) -> Ten
 
 def scaled(values: Tensor, scales: Tensor, box: Sequence[tuple[int, int]], block: tuple[int, int]) -> Tensor:
     """values * scales, in place, float32 [..., rows, columns], one scale a block (rows, columns) of the weight."""
-    return values.mul_(_over(scales, box, block))
+    return _with_blocks(values, scales, box, block, Tensor.mul_)
 
 
 def shifted(values: Tensor, zeros: Tensor, box: Sequence[tuple[int, int]], block: tuple[int, int]) -> Tensor:
     """values - zeros, in place, one zero point a block."""
-    return values.sub_(_over(zeros, box, block))
+    return _with_blocks(values, zeros, box, block, Tensor.sub_)
 
 
-def _over(each: Tensor, box: Sequence[tuple[int, int]], block: tuple[int, int]) -> Tensor:
-    """What is given per block [..., rows, columns], spread over the values."""
-    return spread(spread(each, -2, box[-2], block[0]), -1, box[-1], block[1])
+def _with_blocks(
+    values: Tensor,
+    each: Tensor,
+    box: Sequence[tuple[int, int]],
+    block: tuple[int, int],
+    combine: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Combines values with what is given per block [..., rows, columns]; whole blocks are broadcast over."""
+    over = values
+    for dim in (-1, -2):
+        at, size = dim if over is values else dim - 1, block[dim]
+        if size > 1 and not box[dim][0] % size and not values.shape[dim] % size:
+            over, each = over.unflatten(at, (-1, size)), each.unsqueeze(at)
+        else:
+            each = spread(each, at, box[dim], size)
+    combine(over, each)
+    return values
 
 
-def of_groups(each: Tensor, order: Tensor) -> Tensor:
-    """What is given per group [..., rows, groups] for each input, whose groups are `order` [..., inputs]."""
-    return torch.take_along_dim(each, order.long().unsqueeze(-2), dim=-1)
+def of_groups(each: Tensor, order: Tensor, dim: int = -1) -> Tensor:
+    """What is given per group along `dim` (-1 or -2) for each input, whose groups are `order` [..., inputs]."""
+    if order.dim() == 1:
+        return each.index_select(dim, order)
+    return torch.take_along_dim(each, order.long().unsqueeze(-2 if dim == -1 else -1), dim=dim)
