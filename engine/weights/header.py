@@ -201,7 +201,7 @@ def _unreadable(path: AnyPath, error: OSError) -> Finding:
 def _truncated(file: str, expected: int, size: int, tensors: tuple[str, ...]) -> Finding:
     return fatal(
         "truncated-shard",
-        f"{file} lacks its last {expected - size:,} bytes",
+        f"{file} lacks its last {expected - size:,} bytes (Range: bytes={size}-{expected - 1})",
         file=file,
         tensors=tensors,
         expected=f"{expected:,} bytes",
