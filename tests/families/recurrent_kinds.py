@@ -297,6 +297,16 @@ TINY: dict[str, Tiny] = {
         ),
         40,
     ),
+    "recurrent_gemma": Tiny(
+        _base(
+            model_type="recurrent_gemma",
+            block_types=["recurrent", "attention"],
+            lru_width=32,
+            attention_window_size=9,
+            tie_word_embeddings=True,
+        ),
+        40,
+    ),
     "minimax": Tiny(_minimax(), 70),
     "minimax-gelu": Tiny(_minimax(head_dim=12, hidden_act="gelu"), 40),
     "nemotron_h": Tiny(_nemotron_h("linear_attention", "moe", "full_attention", "mlp"), 70),
@@ -325,6 +335,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "lfm3": ("tp2",),
     "lara_mini": ("tp2 ep2",),
     "lfm2_moe": ("tp2 ep2",),
+    "recurrent_gemma": ("tp2",),
     "minimax": ("tp2", "pp2 ep2"),
     "nemotron_h": ("tp2", "pp2 ep2"),
 }

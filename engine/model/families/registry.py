@@ -85,6 +85,7 @@ MODULES = (  # one line a family
     "qwen3_moe",
     "qwen3_next",
     "qwen3_vl",
+    "recurrent_gemma",
     "sigmoid_kin",
     "stablelm",
     "starcoder2",

@@ -21,10 +21,12 @@ from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.moe import MoE
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
+from firstlight.engine.model.layers.rg_lru import RgLru
 from firstlight.engine.model.layers.short_conv import ShortConv
 from firstlight.engine.model.layers.side_by_side import SideBySide
 
 MIXERS = {  # one line a block
+    specs.RgLru: RgLru,
     specs.SideBySide: SideBySide,
     specs.Mamba: Mamba,
     specs.ShortConv: ShortConv,

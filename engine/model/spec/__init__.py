@@ -29,6 +29,7 @@ from firstlight.engine.model.spec.moonvit import GRIDS, MergedProjector, MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
 from firstlight.engine.model.spec.residual import AttentionResidual, HyperConnections, Residual
+from firstlight.engine.model.spec.rg_lru import RgLru
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
 from firstlight.engine.model.spec.short_conv import ShortConv
 from firstlight.engine.model.spec.side_by_side import SideBySide
@@ -77,6 +78,7 @@ __all__ = [
     "PatchTower",
     "Projector",
     "Residual",
+    "RgLru",
     "Role",
     "Rope",
     "RopeScaling",

@@ -19,11 +19,12 @@ from firstlight.engine.model.spec.moe import MoE
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.residual import Residual
+from firstlight.engine.model.spec.rg_lru import RgLru
 from firstlight.engine.model.spec.rope import Rope
 from firstlight.engine.model.spec.short_conv import ShortConv
 from firstlight.engine.model.spec.side_by_side import SideBySide
 
-Mixer = Attention | CompressedAttention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba | SideBySide
+Mixer = Attention | CompressedAttention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba | SideBySide | RgLru
 
 
 FeedForward = MLP | MoE
