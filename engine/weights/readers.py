@@ -129,7 +129,7 @@ def read_jobs(
     Raises `Refused` as `read_pieces` does, and `Cancelled` when `cancel` is set. Whatever ends it, no reader is left
     and every file is closed.
     """
-    readers = _Readers(source, threads or source.shape.in_flight)
+    readers = _Readers(source, threads)
     waiting: deque[Job] = deque()
     coming, in_hand = iter(jobs), 0
     try:
@@ -158,8 +158,8 @@ def read_jobs(
 class _Readers:
     """Threads that carry out reads in the order they were added; the first failure is raised where it is waited for."""
 
-    def __init__(self, source: ByteSource, threads: int) -> None:
-        assert threads >= 1, threads
+    def __init__(self, source: ByteSource, threads: int | None) -> None:
+        assert threads is None or threads >= 1, threads
         self._source = source
         self._threads = threads
         self._workers: list[threading.Thread] = []
@@ -169,13 +169,14 @@ class _Readers:
         self._stop = threading.Event()
 
     def add(self, job: Job) -> None:
-        """Plan a job's reads and let them be carried out."""
-        reads = list(_plan(job, self._source, self._threads))
+        """Plan a job's reads and let them be carried out, by as many readers as suit the source by now."""
+        threads = self._threads or self._source.shape.in_flight
+        reads = list(_plan(job, self._source, threads))
         job.left = len(reads)
         for read in reads:
             self._files[id(read.file)] = read.file
             self._todo.put(read)
-        wanted = min(self._threads, len(self._workers) + len(reads))
+        wanted = min(threads, len(self._workers) + len(reads))
         while len(self._workers) < wanted:
             worker = threading.Thread(target=self._work, name=f"read-{len(self._workers)}", daemon=True)
             self._workers.append(worker)

@@ -57,8 +57,11 @@ class ByteSource(Protocol):
     """Where the files of a checkpoint are. `url` is how it is shown: never with credentials in it."""
 
     url: str
-    shape: ReadShape
     usage: Usage
+
+    @property
+    def shape(self) -> ReadShape:
+        """May change with what the source turns out to be like."""
 
     def names(self) -> tuple[str, ...]:
         """All files, sorted."""

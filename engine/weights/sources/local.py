@@ -13,6 +13,7 @@ import os
 import stat
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,15 +44,20 @@ class LocalFiles:
     through the cache and some past it, and what was faster is kept to.
     """
 
-    shape = LOCAL_SHAPE
-
     def __init__(self, directory: str | os.PathLike[str] | None = None, method: Method = "auto") -> None:
         self.url = os.fspath(directory) if directory is not None else ""
         self.usage = Usage()
         self.method = method
         self.trial = Trial()
+        self._cached_shape = replace(LOCAL_SHAPE, in_flight=min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0))))
         self._spare: list[mmap.mmap] = []
         self._first_seen: dict[str, str] = {}
+
+    @property
+    def shape(self) -> ReadShape:
+        """As many readers as cores while everything comes from the page cache; once the disk is waited for, more."""
+        waits = self.method == "direct" or self.usage["buffered"] or self.usage["direct"]
+        return LOCAL_SHAPE if waits else self._cached_shape
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(path.name for path in Path(self.url).iterdir() if path.is_file()))
