@@ -16,13 +16,14 @@ from firstlight.workbench.report import Draft
 
 
 def as_made(draft: Draft, engine: EngineLike, case: Case) -> Case:
-    """The case as its reference was run: with the tokens of a picture seeing each other, or without.
+    """The case as its reference was run: told which tokens are of pictures, or not.
 
-    transformers has it so only if it is given `token_type_ids`, which vendors' processors give beside the pictures;
-    a golden file made without them is held against the same and the report says so.
+    transformers lets the tokens of a picture see each other, and places them by its grid, only if it is given the
+    `token_type_ids` or `mm_token_type_ids` of the vendor's processor; without, some models take pictures for text and
+    say nothing. A golden file made so is held against the same and the report says so.
     """
-    golden = case.golden
-    if not golden.pictures or not Sight.of(case.spec).whole:
+    golden, sight = case.golden, Sight.of(case.spec)
+    if not golden.pictures or not (sight.whole or sight.grid):
         return case
     unmarked = {**golden.pictures, "token_type_ids": np.zeros_like(golden.input_ids)}
     if _agrees(engine, case, golden.pictures) or not _agrees(engine, case, unmarked):
@@ -30,11 +31,11 @@ def as_made(draft: Draft, engine: EngineLike, case: Case) -> Case:
     draft.find(
         warning(
             "bad-golden",
-            "the reference did not let the tokens of a picture see each other; this model is trained with that and is "
-            "served so",
+            "the reference was not told which tokens are of pictures, and treated them as text; this model is trained "
+            "and served with that",
             file=golden.source,
-            expected="a reference that is given token_type_ids, 1 at the tokens of pictures",
-            found="states as without them; held against a run without them",
+            expected="a reference that is given token_type_ids or mm_token_type_ids, 1 at the tokens of pictures",
+            found="states as without these; held against a run without them",
             next="make the golden file from all tensors of the vendor's processor",
         )
     )

@@ -43,7 +43,7 @@ class Sight:
 class Seen:
     """One sequence's part in a step: positions [start, stop) of it, its runs of picture tokens and their grids.
 
-    `marked`: the tokens of a picture are known to each other, where the model sees pictures whole (see `is_marked`).
+    `marked`: the tokens of a picture are known as such: they see each other, their positions follow the grid.
     """
 
     start: int
@@ -87,7 +87,8 @@ def grid_positions(part: Seen) -> Tensor:
     its grid, and text goes on behind the longer of its sides.
     """
     pieces, position, done = [], 0, 0
-    for (begin, count), (frames, rows, columns) in zip(part.spans, part.grids, strict=True):
+    pictures = zip(part.spans, part.grids, strict=True) if part.marked else ()
+    for (begin, count), (frames, rows, columns) in pictures:
         assert count == frames * rows * columns, (count, frames, rows, columns)
         pieces.append(torch.arange(position, position + begin - done).expand(3, -1))
         position += begin - done
@@ -109,9 +110,9 @@ def _groups(part: Seen, device: torch.device) -> Tensor:
 
 
 def is_marked(tensors: Mapping[str, Any]) -> bool:
-    """Vendors mark the tokens that see each other in `token_type_ids`: without marks there are none.
+    """Whether the tokens of pictures are marked in `token_type_ids`, as vendors' processors give them.
 
-    Tensors that come without `token_type_ids` are taken as marked; references then take them as unmarked.
+    Tensors that come without are taken as marked; references then take them as unmarked.
     """
     types = tensors.get("token_type_ids")
     return types is None or bool(types.any())
