@@ -347,4 +347,8 @@ STEPPED: tuple[str, ...] = (
     "granitemoehybrid",
     "nemotron_h",
     "minimax",
+    "lfm2",
+    "jamba",
+    "falcon_h1",
+    "recurrent_gemma",
 )
