@@ -51,7 +51,12 @@ def _is_dense(config: Any, index: int) -> bool:
 # What a model of layer i alone must say where kinds of layers alternate other than by `layer_types`, by model type.
 ONE_LAYER: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "deepseek_v3": lambda config, i: {"first_k_dense_replace": int(i < config.first_k_dense_replace)},
-    "qwen3_moe": lambda config, i: {"decoder_sparse_step": 1, "mlp_only_layers": [0] if _is_dense(config, i) else []},
+    "kimi_linear": lambda config, i: {"mlp_layer_types": [config.mlp_layer_types[i]]},
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_next"),
+        lambda config, i: {"decoder_sparse_step": 1, "mlp_only_layers": [0] if _is_dense(config, i) else []},
+    ),
+    **dict.fromkeys(("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text"), lambda config, i: {}),
     **dict.fromkeys(("gemma2", "llama", "mistral", "mixtral", "qwen2", "qwen3"), lambda config, i: {}),
 }
 

@@ -27,10 +27,11 @@ def same(found: NDArray[Any], expected: NDArray[Any], name: str = "") -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=LAST_BITS * np.abs(expected).max(), err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama-tied", "qwen2-window", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3-yarn", "llava-clip", "llava-moe"],
-)
+NAMES = ("llama-tied", "qwen2-window", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3-yarn", "llava-clip", "llava-moe")
+WITH_STATES = ("kimi_linear", "qwen3_next", "qwen3_5", "granitemoehybrid")
+
+
+@pytest.mark.parametrize("name", NAMES + WITH_STATES)
 def test_layer_by_layer_is_the_whole(name: str, checkpoint: Get, golden_file: Get) -> None:
     golden = Golden.read(golden_file(name))
     found = StreamedReference.open(checkpoint(name)).run(golden.inputs())
