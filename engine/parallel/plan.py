@@ -10,7 +10,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
-from firstlight.engine.model.spec import CacheSpec, ModelSpec
+from firstlight.engine.model.spec import CacheSpec, ModelSpec, Param
 from firstlight.engine.parallel.census import Kind, census, census_by
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.hardware import Cluster
@@ -72,7 +72,7 @@ def totals(spec: ModelSpec, stored: StoredFormat, cache_dtype: str = "BF16") -> 
     extra = spec.mtp_parameters()
     element = DTYPE_BITS[cache_dtype] // 8
     caches = [layer.cache() for layer in spec.layers]
-    held = sum(stored.nbytes(kind.param, kind.param.stored_shape) * kind.count * len(kind.layers) for kind in kinds)
+    held = sum(_stored_bytes(stored, kind.param) * kind.count * len(kind.layers) for kind in kinds)
     return Totals(
         parameters=sum(by_role.values()),
         active_parameters=active_parameters(spec),
@@ -83,6 +83,12 @@ def totals(spec: ModelSpec, stored: StoredFormat, cache_dtype: str = "BF16") -> 
         convolution_bytes_per_sequence=sum(cache.waiting_bytes(element) for cache in caches),
         by_role=by_role,
     )
+
+
+def _stored_bytes(stored: StoredFormat, param: Param) -> int:
+    """Bytes of a parameter in the release, padding included."""
+    as_stored = msgspec.structs.replace(param, dtype=None) if param.widened else param
+    return stored.nbytes(as_stored, param.stored_shape)
 
 
 def _tied_head(spec: ModelSpec, kind: Kind) -> bool:

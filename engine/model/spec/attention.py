@@ -26,7 +26,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Grouped-query attention; multi-head when `num_kv_heads == num_heads`. `scale` multiplies q k^T.
 
     Values are `v_dim` wide (None: `head_dim`) and multiplied by `v_scale`. With `fused` the rows of a key head, of its
-    queries and of its value stand together in one matrix (GPT-NeoX, Falcon). What is projected, and normed, is clamped
+    queries and of its value stand together in one matrix (GPT-NeoX, Falcon); with `keys_as_values` values are the keys
+    as projected (Gemma 4). What is projected, and normed, is clamped
     to +-`clip`. `qk_norm` goes over each head ("head"), over each head with a weight per head ("heads"), or over all
     heads of a token together ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the
     keys at or before it, the last `window` of them, or those of its own `chunk` of positions; with `whole_pictures`
@@ -41,6 +42,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     v_dim: int | None = None
     v_scale: float = 1.0
     fused: bool = False
+    keys_as_values: bool = False
     rope: Rope | None = None
     qkv_bias: bool = False
     output_bias: bool = False
@@ -76,7 +78,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         if self.output_bias:
             yield scope.param("o.bias", scope.hidden, role="attention")
         if self.sinks:
-            yield scope.param("sinks", self.num_heads, role="attention", place=(heads,), dtype="F32")
+            sinks = scope.param("sinks", self.num_heads, role="attention", place=(heads,), dtype="F32")
+            yield msgspec.structs.replace(sinks, widened=True)
         if self.qk_norm is not None:
             for name, count, place in (("q_norm", self.num_heads, heads), ("k_norm", self.num_kv_heads, kv_heads)):
                 shape, where = {
@@ -99,9 +102,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         for part, count, dim, place in (
             ("q", self.num_heads, self.head_dim + (self.value_dim if self.gate == "query" else 0), heads),
             ("k", self.num_kv_heads, self.head_dim, kv_heads),
-            ("v", self.num_kv_heads, self.value_dim, kv_heads),
+            ("v", 0 if self.keys_as_values else self.num_kv_heads, self.value_dim, kv_heads),
         ):
             rows = count * dim
+            if not rows:
+                continue
             yield scope.param(
                 f"{part}.weight", rows, scope.hidden, role="attention", place=(place,), storage="qkv.weight"
             )

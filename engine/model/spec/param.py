@@ -24,7 +24,7 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
     Parameters that share `storage` lie in one allocation: concatenated along dim 0 in the order declared and, with an
     `expert`, stacked over the rank's experts. `dtype` pins a storage dtype (`F32`); None follows the run. `padding`:
     rows of zeros that releases store behind it; they are part of the release's figures and never loaded. `limit`: what
-    an integer table's numbers stay below.
+    an integer table's numbers stay below. `widened`: releases store it in their own dtype, not in `dtype`.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     padding: int = 0
     limit: int = 0
+    widened: bool = False
 
     @property
     def home(self) -> str:

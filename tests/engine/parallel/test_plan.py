@@ -110,6 +110,18 @@ def test_the_files_of_deepseek_v3_are_payload_and_headers() -> None:
     assert totals(spec, stored).mtp_parameters == 13_463_426_304
 
 
+def test_releases_of_packed_experts() -> None:
+    """gpt-oss: the `total_size` of its index. Kimi K2.5: codes of half a byte, bf16 scales of 32, and its shape."""
+    assert totals(*facts("gpt-oss-120b")).checkpoint_bytes == 65_248_815_744
+    spec, stored = facts("kimi-k2.5")
+    experts = [param for param in spec.parameters() if param.expert is not None]
+    one = 7168 * 2048 // 2 + 7168 * 2048 // 32 * 2 + 2 * 4
+    assert len(experts) == 60 * 384 * 3
+    assert {stored.nbytes(param, param.shape) for param in experts[:6]} == {one}
+    rest = [param for param in spec.parameters() if param.expert is None and len(param.shape) == 2]
+    assert all(stored.nbytes(param, param.shape) == 2 * param.elements for param in rest if param.dtype is None)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_totals_are_the_sums_over_parameters(name: str) -> None:
     """The census that totals are made from against a plain loop."""
@@ -117,7 +129,9 @@ def test_totals_are_the_sums_over_parameters(name: str) -> None:
     params = [param for param in spec.parameters() if not (spec.tied_head and param.name == "head.weight")]
     found = totals(spec, Plain("BF16"))
     assert found.parameters == sum(param.elements for param in params)
-    assert found.checkpoint_bytes == sum(param.elements * (4 if param.dtype == "F32" else 2) for param in params)
+    assert found.checkpoint_bytes == sum(
+        param.elements * (4 if param.dtype == "F32" and not param.widened else 2) for param in params
+    )
     active = 0.0
     for param in spec.parameters():
         if param.role in ("vision", "projector", "embedding"):
