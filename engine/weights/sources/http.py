@@ -21,7 +21,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.weights.sources.base import FileStat, ReadShape, Usage, absent, changed, ended_early
 from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
 
-HTTP_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=64 << 10, in_flight=16)
+HTTP_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=2 << 20, gap_bytes=64 << 10, in_flight=16)
 MOST_REDIRECTS = 5
 REMEMBER_S = 60.0  # how long the end of a redirect is used without asking again: signed addresses expire
 LOOK = "open the address in a browser"

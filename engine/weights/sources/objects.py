@@ -13,7 +13,7 @@ from firstlight.engine.weights.sources.base import FileStat, ReadShape, Usage, a
 from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
-OBJECT_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=256 << 10, in_flight=16)
+OBJECT_SHAPE = ReadShape(chunk_bytes=16 << 20, smallest_bytes=8 << 20, gap_bytes=256 << 10, in_flight=16)
 PART_BYTES = 1 << 20  # what is taken from an answer at a time
 
 

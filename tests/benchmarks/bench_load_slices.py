@@ -1,0 +1,122 @@
+"""One rank of tensor parallel 8: rows and columns of every matrix, beside safetensors' get_slice.
+
+Bytes read are counted: by us as asked for, of the whole process as the system says (/proc/self/io, disk reads alone).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.big import big_checkpoint
+from tests.benchmarks.common import ROOT, machine, median, show, spread, take_turns
+from tests.benchmarks.loaders import cold, warm
+
+RANK, RANKS = 3, 8
+BY_COLUMN = ("o_proj", "down_proj")
+
+
+def firstlight(directory: Path) -> dict[str, float]:
+    from firstlight.engine.model.families import FAMILIES
+    from firstlight.engine.parallel.mesh import Mesh
+    from firstlight.engine.parallel.pieces import rank_pieces
+    from firstlight.engine.weights.checkpoint import Checkpoint
+    from firstlight.engine.weights.ledger import account
+    from firstlight.engine.weights.loader import load
+
+    checkpoint = Checkpoint.open(str(directory))
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    pieces = rank_pieces(spec, Mesh(tp=RANKS), RANK, "BF16", account(checkpoint, spec, matcher))
+    weights = load(checkpoint, pieces)
+    return {"needed_bytes": weights.bytes_needed, "asked_bytes": weights.bytes_read}
+
+
+def get_slice(directory: Path) -> dict[str, float]:
+    import torch
+    from safetensors import safe_open
+
+    kept: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                cut = opened.get_slice(name)
+                shape = cut.get_shape()
+                dim = int(len(shape) == 2 and any(part in name for part in BY_COLUMN))
+                if len(shape) == 1:
+                    kept[name] = cut[:].clone()
+                    continue
+                low, high = shape[dim] * RANK // RANKS, shape[dim] * (RANK + 1) // RANKS
+                kept[name] = (cut[:, low:high] if dim else cut[low:high]).clone().contiguous()
+    nbytes = sum(tensor.nbytes for tensor in kept.values())
+    return {"needed_bytes": nbytes, "asked_bytes": nbytes}
+
+
+RUNS = {"firstlight": firstlight, "safetensors get_slice": get_slice}
+
+
+def fresh(name: str, directory: Path, is_cold: bool, kept: dict[str, dict[str, float]]) -> float:
+    (cold if is_cold else warm)(directory)
+    command = [sys.executable, "-m", "tests.benchmarks.bench_load_slices", "--alone", name, str(directory)]
+    output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    kept[name] = json.loads(output.strip().splitlines()[-1])
+    return kept[name]["seconds"]
+
+
+def alone(name: str, directory: Path) -> None:
+    """What the fresh process does."""
+    import safetensors.torch  # noqa: F401 - imports are not part of a load
+    import torch
+
+    import firstlight.engine.model.families
+    import firstlight.engine.weights.ledger
+    import firstlight.engine.weights.loader  # noqa: F401
+
+    torch.set_num_threads(2)
+    before, started_s = _disk_bytes(), time.perf_counter()
+    found = RUNS[name](directory)
+    seconds = time.perf_counter() - started_s
+    print(json.dumps({**found, "seconds": seconds, "disk_bytes": _disk_bytes() - before}))
+
+
+def _disk_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--alone"]:
+        alone(sys.argv[2], Path(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    with big_checkpoint(int(given.gigabytes * 1e9)) as directory:
+        for is_cold in (False, True):
+            kept: dict[str, dict[str, float]] = {}
+            runs: dict[str, Any] = {name: partial(fresh, name, directory, is_cold, kept) for name in RUNS}
+            figures = take_turns(runs, given.repeats)
+            theirs = median(figures["safetensors get_slice"])
+            rows = [
+                {
+                    "loader": name,
+                    "ms": round(median(figures[name]) * 1e3, 1),
+                    "lowest to highest": spread([figure * 1e3 for figure in figures[name]]),
+                    "ratio": round(theirs / median(figures[name]), 2),
+                    "needed MB": round(kept[name]["needed_bytes"] / 1e6, 1),
+                    "asked for MB": round(kept[name]["asked_bytes"] / 1e6, 1),
+                    "from disk MB": round(kept[name]["disk_bytes"] / 1e6, 1),
+                }
+                for name in RUNS
+            ]
+            where = "cold" if is_cold else "page cache"
+            show(f"Rank {RANK} of tp {RANKS}, {given.gigabytes:g} GB, {where}", rows, machine(2))
+
+
+if __name__ == "__main__":
+    main()
