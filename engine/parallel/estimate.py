@@ -6,13 +6,15 @@ in prefill, prefix caching. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import LayerSpec, ModelSpec
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.pieces import stages
 
 MEMORY_FACTOR = 0.8  # of the data sheet's bandwidth that decode kernels reach; source: data/hardware.json, _empirical
 LATENCY_S = 10e-6  # of one collective; source: data/hardware.json, _empirical
@@ -44,21 +46,47 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def traffic(spec: ModelSpec, mesh: Mesh, element_bytes: int = 2) -> tuple[Traffic, ...]:
-    """The collectives of one step. A ring all-reduce over n ranks sends 2 (n - 1) / n of the message."""
+    """The collectives of one step. A ring all-reduce over n ranks sends 2 (n - 1) / n of the message.
+
+    Between stages goes what enters a layer for a token, all planes of it; of several cuts the widest counts.
+    """
     rows = []
-    message = spec.hidden * element_bytes
-    layers_per_stage = -(-spec.num_layers // mesh.pp)
+    of_stage = -(-spec.num_layers // mesh.pp) / spec.num_layers  # the longest stage's share of all layers
     if mesh.tp > 1:
-        ring = 2 * (mesh.tp - 1) / mesh.tp
-        rows.append(_row("tp", "all_reduce", message * ring, 2 * layers_per_stage))
+        widths = [width for layer in spec.layers for width in _summed_over_tp(layer, spec.hidden)]
+        rows.append(_summed("tp", widths, mesh.tp, of_stage, element_bytes))
         rows.append(_row("tp", "all_gather", spec.vocab_size * element_bytes * (mesh.tp - 1) / mesh.tp, 1))
     if mesh.ep > 1:
-        ring = 2 * (mesh.ep - 1) / mesh.ep
-        count = sum(layer.experts is not None for layer in spec.layers)
-        rows.append(_row("ep", "all_reduce", message * ring, -(-count // mesh.pp)))
+        widths = [_routed_width(layer, spec.hidden) for layer in spec.layers if layer.experts is not None]
+        rows.append(_summed("ep", widths, mesh.ep, of_stage, element_bytes))
     if mesh.pp > 1:
-        rows.append(_row("pp", "send", message, 1))
+        handed = max(math.prod(spec.stream_shape(first)) for first, _ in stages(spec, mesh.pp)[1:])
+        rows.append(_row("pp", "send", handed * element_bytes, 1))
     return tuple(rows)
+
+
+def _summed_over_tp(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
+    """Widths of what a layer sums over tp: of its mixer and of its feed-forward; experts of their own width apart."""
+    if layer.experts is None or layer.experts.latent is None:
+        return hidden, hidden
+    return (hidden, _routed_width(layer, hidden), *((hidden,) if layer.experts.shared else ()))
+
+
+def _routed_width(layer: LayerSpec, hidden: int) -> int:
+    """Width of what routed experts give."""
+    experts = layer.experts
+    return hidden if experts is None or experts.latent is None else experts.latent.width
+
+
+def _summed(axis: str, widths: Sequence[int], ranks: int, of_stage: float, element_bytes: int) -> Traffic:
+    """All sums of a stage's layers over an axis, by a ring."""
+    moved = sum(widths) * of_stage * element_bytes * 2 * (ranks - 1) / ranks
+    return Traffic(
+        axis=axis,
+        operation="all_reduce",
+        bytes_per_token=round(moved),
+        calls_per_step=math.ceil(len(widths) * of_stage),
+    )
 
 
 def _row(axis: str, operation: str, message_bytes: float, calls: int) -> Traffic:

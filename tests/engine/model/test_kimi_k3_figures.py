@@ -10,6 +10,7 @@ import pytest
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.hardware import parse_cluster
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.pieces import stages
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.plan import plan, read_config
 from firstlight.workbench.report import Report
@@ -71,3 +72,12 @@ def test_pipeline_stages_hand_on_the_bank() -> None:
     assert [spec.stream_shape(cut) for cut in (12, 13, 24, 84)] == [(2, 7168), (3, 7168), (3, 7168), (8, 7168)]
     toy, _ = FAMILIES.describe(tiny_config())
     assert toy.stream_shape(4) == (3, 64)
+
+
+def test_what_stages_send_for_a_token_is_counted(planned: Callable[[Mesh], Report]) -> None:
+    """The widest cut of eight stages lies behind seven finished spans: eight planes in bfloat16."""
+    rows = planned(Mesh(pp=8)).tables["communication_bytes_per_token"]
+    (sent,) = {row["bytes_per_token"] for row in rows if row["axis"] == "pp"}
+    spec, _ = FAMILIES.describe(read_config(FACTS)[1])
+    assert sent == max(math.prod(spec.stream_shape(first)) for first, _ in stages(spec, 8)[1:]) * 2
+    assert sent == 8 * 7168 * 2
