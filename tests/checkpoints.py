@@ -280,15 +280,23 @@ def randomize(model: torch.nn.Module) -> None:
     """Draw every parameter and buffer anew so that each matters to the logits."""
     named = [
         *model.named_parameters(),
-        *((n, b) for n, b in model.named_buffers() if n.endswith(("correction_bias", "expert_bias", "tid2eid"))),
+        *(
+            (n, b)
+            for n, b in model.named_buffers()
+            if n.endswith(("correction_bias", "expert_bias", "tid2eid", "layer_scalar"))
+        ),
     ]
+    kind = type(model).__name__.lower()
+    around_zero = "gemma" in kind and "gemma4" not in kind
     for name, value in named:
         if not value.is_floating_point():  # a table of experts: some of them, each once
             value.copy_(torch.rand(value.shape[0], model.config.n_routed_experts).argsort(dim=1)[:, : value.shape[1]])
             continue
         noise = torch.randn(value.shape)
         if "norm" in name and name.endswith("weight"):
-            value.copy_((0.0 if "gemma" in type(model).__name__.lower() else 1.0) + 0.3 * noise)
+            value.copy_((0.0 if around_zero else 1.0) + 0.3 * noise)
+        elif name.endswith("layer_scalar"):
+            value.copy_(1.0 + 0.3 * noise)
         elif name.endswith(("bias", "class_embedding")):
             value.copy_(0.3 * noise)
         elif "embed" in name or "lm_head" in name:

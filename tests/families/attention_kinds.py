@@ -234,6 +234,20 @@ TINY: dict[str, Tiny] = {
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         },
     ),
+    "gemma4": Tiny(
+        _kind(
+            "gemma4_text",
+            head_dim=8,
+            global_head_dim=16,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            sliding_window=7,
+            layer_types=[*ALTERNATING[:2], "full_attention"],
+            tie_word_embeddings=True,
+        ),
+        40,
+    ),
     "vaultgemma": Tiny(
         _kind("vaultgemma", head_dim=8, query_pre_attn_scalar=20, sliding_window=8, attn_logit_softcapping=4.0), 40
     ),
@@ -346,6 +360,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "minicpm3": ("tp2",),
     "nemotron": ("tp2",),
     "starcoder2": ("tp2 pp2",),
+    "gemma4": ("tp2",),
     "glm": ("tp4",),
     "gpt2": ("tp2", "pp2"),
     "granite": ("tp2 pp2",),

@@ -34,6 +34,7 @@ MODULES = (  # one line a family
     "flex_olmo",
     "gemma",
     "gemma3",
+    "gemma4",
     "glm",
     "glm4_moe",
     "glm4v",

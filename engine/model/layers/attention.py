@@ -33,11 +33,12 @@ class Attention:
         self._q_norm = norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
         self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
         self._v_norm = Norm(spec.v_norm, weights.into("v_norm")) if spec.v_norm else None
-        rows, key_value = weights.tensor("qkv.weight").shape[0], spec.head_dim + spec.value_dim
+        value_rows = 0 if spec.keys_as_values else spec.value_dim
+        rows, key_value = weights.tensor("qkv.weight").shape[0], spec.head_dim + value_rows
         self._query_rows = (spec.head_dim, spec.value_dim if spec.gate == "query" else 0)
         q_rows = weights.tensor("o.weight").shape[1] // spec.value_dim * sum(self._query_rows)
         num_kv_heads = (rows - q_rows) // key_value
-        self._rows = (q_rows, num_kv_heads * spec.head_dim, num_kv_heads * spec.value_dim)
+        self._rows = (q_rows, num_kv_heads * spec.head_dim, num_kv_heads * value_rows)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         q_TND, k_TKD, v_TKV, gate_TNV = self._projected(x_TH, batch)
@@ -57,7 +58,8 @@ class Attention:
         qkv_TF = self._qkv(x_TH)
         q_TF, k_TF, v_TF = self._by_head(qkv_TF) if spec.fused else qkv_TF.split(self._rows, dim=-1)
         q_TND, gate_TNV = q_TF.unflatten(-1, (-1, sum(self._query_rows))).split(self._query_rows, dim=-1)
-        k_TKD, v_TKV = k_TF.unflatten(-1, (-1, spec.head_dim)), v_TF.unflatten(-1, (-1, spec.value_dim))
+        k_TKD = k_TF.unflatten(-1, (-1, spec.head_dim))
+        v_TKV = k_TKD if spec.keys_as_values else v_TF.unflatten(-1, (-1, spec.value_dim))
         if not spec.qk_norm_last:
             q_TND, k_TKD = self._normed(q_TND, k_TKD, batch)
         if spec.clip is not None:

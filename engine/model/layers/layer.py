@@ -59,10 +59,13 @@ class Layer:
         )
         self._parts = [Layer(part, weights.into(f"parts.{i}"), index) for i, part in enumerate(spec.parts)]
         self._shortcut = MoE(spec.shortcut, weights.into("shortcut")) if spec.shortcut else None
+        self._output_scale_1 = weights.maybe("output_scale")
         self._run = self._choose()
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         x_TH = self._run(x_TH, batch, cache)
+        if self._output_scale_1 is not None:
+            x_TH = x_TH * self._output_scale_1
         if batch.tap is not None:
             batch.tap(self.name, x_TH if self._streams is None else self._streams.shown(x_TH))
         return x_TH

@@ -42,7 +42,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `parallel`: both read the layer's input, x += mixer(mixer_norm x) + ffn(ffn_norm x); without an `ffn_norm` both read
     mixer_norm x. `residual` replaces the single stream x by the planes of that topology. What is added is multiplied by
-    `residual_scale` first.
+    `residual_scale` first; with `output_scale` a learned number multiplies what the layer hands on.
     With `blends`, of mixer and feed-forward, the normed x takes the place of x (MiniMax-01, arXiv 2501.08313).
 
     A layer of `parts` has nothing of its own but a `shortcut`: experts that read what the first part's feed-forward
@@ -56,6 +56,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     post_mixer_norm: Norm | None = None
     post_ffn_norm: Norm | None = None
     residual_scale: float = 1.0
+    output_scale: bool = False
     parallel: bool = False
     residual: Residual | None = None
     blends: tuple[Blend, Blend] | None = None
@@ -73,6 +74,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.mixer.parameters(scope.into("mixer"))
         if self.ffn is not None:
             yield from self.ffn.parameters(scope.into("ffn"))
+        if self.output_scale:
+            yield scope.param("output_scale", 1, role="norm")
         for index, part in enumerate(self.parts):
             yield from part.parameters(scope.into(f"parts.{index}"))
         if self.shortcut is not None:

@@ -1,5 +1,8 @@
 """Attention kinds where the shared tests do not reach: what transformers cannot open by name, and what is refused."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.layers.indexer import chosen_keys
 from firstlight.engine.parallel.pieces import stages
 from firstlight.kernels.attention.meta import AttentionMeta
-from tests.checkpoints import TINY, quiet, randomize
+from tests.checkpoints import TINY, inputs, quiet, randomize
 from tests.engine.direct import Direct
 from tests.families.tiny import llama, rope
 
@@ -86,3 +89,21 @@ def test_chosen_positions_become_masks() -> None:
     first, second = chosen_keys(chosen, meta)
     assert first.tolist() == [[False, True, False], [True, False, True]]
     assert second.tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "glm_moe_dsa", "llama4"])
+def test_pages_of_any_size(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Pages of five tokens in no order, which no span of three or eight divides: chunks, then single steps."""
+    ids = inputs(name, batch=1)["input_ids"][0]
+    model = Direct(checkpoint(name))
+    whole = model.run({"input_ids": ids[None]})["logits"]
+    pages = [7, 2, 5, 0, 8, 3, 1, 6]
+    cache = tuple(model.fresh(spec, 9, 5) for spec in model.model.cache_specs)
+    cuts = [0, 11, 28, 29, 30, len(ids)]
+    for start, stop in pairwise(cuts):
+        batch = model.batch([stop - start], ids[start:stop])
+        meta = AttentionMeta.build([stop - start], [stop], [pages], 5)
+        given = replace(batch, attention=meta, cache=cache, positions_T=torch.arange(start, stop), rope_lens=None)
+        logits = model.model.forward(given)
+        assert logits is not None
+        np.testing.assert_allclose(logits.numpy(), whole[start:stop], atol=2e-5 * float(np.abs(whole).max()))
