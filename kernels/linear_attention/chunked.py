@@ -34,8 +34,9 @@ def linear_attention(
     out_TNV = torch.empty_like(v_TNV)
     if sequences.single.numel():
         rows = sequences.single_row
-        taken = [one if one is None else one[rows] for one in (q_TJK, k_TJK, v_TNV, log_decay, beta_TN)]
-        out_DNV, state_DNKV = _step(*taken, sequences.single_states(state_SNKV))
+        q_DJK, k_DJK, v_DNV, g_DNG = (one[rows] for one in (q_TJK, k_TJK, v_TNV, log_decay))
+        beta_DN = None if beta_TN is None else beta_TN[rows]
+        out_DNV, state_DNKV = _step(q_DJK, k_DJK, v_DNV, g_DNG, beta_DN, sequences.single_states(state_SNKV))
         state_SNKV[sequences.slot[sequences.single]] = state_DNKV
         out_TNV[rows] = out_DNV.to(v_TNV.dtype)
     by_step = v_TNV.shape[-1] == 1

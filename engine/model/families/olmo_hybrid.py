@@ -1,14 +1,10 @@
 """OLMo Hybrid: gated delta attention with steps up to two, every fourth layer as in OLMo 2, norms behind."""
 
-from typing import Any
-
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
     ATTENTION,
     DENSE,
     ENDS,
-    POST,
-    PRE,
     QK_NORM,
     decoder,
     gqa,
@@ -71,9 +67,9 @@ def delta_attention(config: Config) -> GatedDelta:
 
 def spec(config: Config) -> ModelSpec:
     softmax, delta, feed_forward, norm = attention(config), delta_attention(config), mlp(config), rms(config)
-    places: dict[str, Any] = {
-        "full_attention": LayerSpec(mixer=softmax, ffn=feed_forward, **dict.fromkeys(POST, norm)),
-        "linear_attention": LayerSpec(mixer=delta, ffn=feed_forward, **dict.fromkeys(PRE, norm)),
+    places = {
+        "full_attention": LayerSpec(mixer=softmax, ffn=feed_forward, post_mixer_norm=norm, post_ffn_norm=norm),
+        "linear_attention": LayerSpec(mixer=delta, ffn=feed_forward, mixer_norm=norm, ffn_norm=norm),
     }
     layers = tuple(places[kind] for kind in kinds_of(config))
     return decoder(config, "olmo_hybrid", lambda i: softmax, lambda i: feed_forward, layers=layers)
