@@ -1,0 +1,1 @@
+"""Input that has broken a parser, or might: what is fuzzed, how, and the corpus that is kept."""

@@ -50,7 +50,7 @@ def main() -> None:
             new = steps(target, data) - seen
             if new and kept < MOST_FILES:
                 kept += 1
-                (CORPUS / name / sha256(data).hexdigest()[:16]).write_bytes(data)
+                (CORPUS / name / f"{sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
             seen |= new
         print(f"{name}: {kept} of {len(files)} files reach {len(seen):,} steps")
 

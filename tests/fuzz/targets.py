@@ -20,9 +20,9 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import read_header
 from firstlight.engine.weights.index import INDEX
 from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.stock import stock
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
-from firstlight.engine.weights.stock import stock
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -24,7 +24,21 @@ FORBIDDEN = re.compile(
         )
     )
 )
-BINARY = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".safetensors", ".ico", ".bmp", ".tif", ".tiff", ".gz", ".npy"}
+BINARY = {
+    ".bin",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".webp",
+    ".gif",
+    ".safetensors",
+    ".ico",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".gz",
+    ".npy",
+}
 
 
 def test_no_forbidden_words() -> None:

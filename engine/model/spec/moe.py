@@ -10,7 +10,7 @@ import msgspec
 from firstlight.engine.model.spec.mlp import MLP
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Expert, Shard
+from firstlight.engine.parallel.placement import Expert, Placement, Shard
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
         for expert in range(self.num_experts):
             owner, one = Expert(expert, self.num_experts), f"experts.{expert}."
             for name, shape, cut, storage in parts:
-                place = (owner, *cut)
+                place: tuple[Placement, ...] = (owner, *cut)
                 yield scope.param(one + name, *shape, role="expert", place=place, storage=storage, expert=expert)
 
     def _parts(self, width: int) -> Iterator[tuple[str, tuple[int, ...], tuple[Shard, ...], str]]:
