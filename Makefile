@@ -20,6 +20,10 @@ MODEL ?= menagerie
 TP ?= 2
 ARGS ?=
 
+# What holds families against their references.
+FAMILY_TESTS := tests/engine/model/test_equality.py tests/engine/model/test_vision.py tests/engine/model/test_kimi_k3.py \
+	tests/engine/parallel/test_meshes.py
+
 .PHONY: help
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +86,11 @@ bench: install ## the benchmarks of tests/benchmarks, one after the other
 	for file in tests/benchmarks/bench_*.py; do $(BIN)/python -m "tests.benchmarks.$$(basename "$$file" .py)" $(ARGS); done
 
 FUZZ_SECONDS ?= 60
+
+.PHONY: families
+families: install ## hold every family against its reference, and write engine/model/families/README.md from the results
+	$(BIN)/python -m pytest -q --junitxml=build/families.xml $(FAMILY_TESTS)
+	$(BIN)/python -m tests.families.table build/families.xml
 
 .PHONY: fuzz
 fuzz: install ## search for input that breaks a parser, a minute each: make fuzz [FUZZ_SECONDS=600]

@@ -18,13 +18,14 @@ from firstlight.workbench.golden import Golden
 from tests import families
 from tests.checkpoints import TINY, edit_config, inputs
 from tests.engine.direct import Direct, flatten
+from tests.families.verified import tell
 
 LIMIT = 2e-5  # float32, relative to the largest value of the reference
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_one_rank_equals_transformers(
-    name: str, checkpoint: Callable[[str], Path], golden_file: Callable[[str], Path]
+    name: str, checkpoint: Callable[[str], Path], golden_file: Callable[[str], Path], request: pytest.FixtureRequest
 ) -> None:
     golden = Golden.read(golden_file(name))
     given, expected = golden.inputs(), {key: value for key, value in golden.outputs.items() if key != "generated"}
@@ -40,6 +41,7 @@ def test_one_rank_equals_transformers(
         errors[key] = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     assert max(errors.values()) <= LIMIT, errors
     assert np.abs(expected["logits"]).max() > 0.5, "logits too small to tell anything"
+    tell(request, checkpoint(name), "image" if "image_features" in found else "text", max(errors.values()))
 
 
 def test_kimi_k2_is_deepseek_v3(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -116,7 +118,9 @@ STEPPED = ("llama", "mistral", "gemma2", "deepseek_v3", "llama-rope-yarn", "qwen
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_chunks_and_single_steps_give_what_one_pass_gives(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_chunks_and_single_steps_give_what_one_pass_gives(
+    name: str, checkpoint: Callable[[str], Path], request: pytest.FixtureRequest
+) -> None:
     """A prompt in two chunks, then token by token, over the cache: the same logits as all tokens at once."""
     ids = inputs(name, batch=1)["input_ids"][0]
     model = Direct(checkpoint(name))
@@ -130,3 +134,4 @@ def test_chunks_and_single_steps_give_what_one_pass_gives(name: str, checkpoint:
         logits = model.model.forward(replace(batch, attention=meta, cache=cache, positions_T=positions, rope_lens=None))
         assert logits is not None
         np.testing.assert_allclose(logits.numpy(), whole[start:stop], atol=2e-5 * float(np.abs(whole).max()))
+    tell(request, checkpoint(name), "steps")

@@ -26,6 +26,7 @@ from firstlight.workbench.golden import Golden
 from firstlight.workbench.plan import plan
 from tests.engine.direct import Arrays, Direct, flatten
 from tests.engine.ranks import Job, run_everything
+from tests.families.verified import tell
 from tests.kimi_k3 import golden_inputs, tiny_config, write_checkpoint, write_golden
 from tests.reference.kimi_k3 import KimiK3
 
@@ -84,17 +85,27 @@ def errors(found: Arrays, golden: Golden) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_one_rank_equals_the_reference(name: str, homes: dict[str, Path], goldens: dict[str, Golden]) -> None:
+def test_one_rank_equals_the_reference(
+    name: str, homes: dict[str, Path], goldens: dict[str, Golden], request: pytest.FixtureRequest
+) -> None:
     model = Direct(homes[name])
-    assert max(errors(model.run(goldens[name].inputs()), goldens[name]).values()) <= LIMIT
+    found = errors(model.run(goldens[name].inputs()), goldens[name])
+    assert max(found.values()) <= LIMIT
     assert model.ledger.complete
+    for what in ("text", "image") if "image_features" in found else ("text",):
+        tell(request, homes[name], what, max(found.values()))
 
 
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh.describe()) for name, mesh in MESHES])
 def test_a_mesh_equals_the_reference(
-    name: str, mesh: str, jobs: dict[tuple[str, str], Job], goldens: dict[str, Golden]
+    name: str,
+    mesh: str,
+    jobs: dict[tuple[str, str], Job],
+    goldens: dict[str, Golden],
+    request: pytest.FixtureRequest,
 ) -> None:
     assert max(errors(jobs[name, mesh].results(), goldens[name]).values()) <= LIMIT
+    tell(request, jobs[name, mesh].checkpoint, mesh)
 
 
 def test_the_cuts_are_where_they_are_meant_to_be() -> None:
@@ -135,7 +146,9 @@ def test_experts_stay_packed_where_a_cut_falls_between_groups(
     assert held.nbytes == load(checkpoint, held).nbytes
 
 
-def test_chunks_and_single_steps_give_what_one_pass_gives(homes: dict[str, Path]) -> None:
+def test_chunks_and_single_steps_give_what_one_pass_gives(
+    homes: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
     """The delta rule in chunks and token by token, latents from the cache: the same logits as all tokens at once."""
     ids = golden_inputs(homes["at a block"], tokens=150, pictures=False)["input_ids"][0].numpy()  # crosses two chunks
     model = Direct(homes["at a block"])
@@ -148,6 +161,7 @@ def test_chunks_and_single_steps_give_what_one_pass_gives(homes: dict[str, Path]
         logits = model.model.forward(step)
         assert logits is not None
         np.testing.assert_allclose(logits.numpy(), whole[start:stop], atol=5e-5 * float(np.abs(whole).max()))
+    tell(request, next(iter(homes.values())), "steps")
 
 
 def rewritten(home: Path, into: Path, changed: Mapping[str, torch.Tensor]) -> Path:

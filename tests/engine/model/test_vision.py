@@ -11,6 +11,7 @@ from firstlight.engine.serving.runtime import Engine
 from firstlight.workbench.golden import Golden
 from tests import vision_checkpoints as vision
 from tests.engine.vision_ranks import TraceJob, run_traces
+from tests.families.verified import tell
 
 LIMIT = 3e-5  # float32, relative to the largest value of the reference
 
@@ -42,7 +43,9 @@ def errors(golden: Golden, found: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", vision.MODELS)
-def test_one_rank_equals_transformers(made: Callable[[str], tuple[Path, Path]], name: str) -> None:
+def test_one_rank_equals_transformers(
+    made: Callable[[str], tuple[Path, Path]], name: str, request: pytest.FixtureRequest
+) -> None:
     home, path = made(name)
     golden = Golden.read(path)
     engine = Engine.start(str(home), device="cpu", dtype="F32", max_context=128, max_batch=4)
@@ -56,6 +59,7 @@ def test_one_rank_equals_transformers(made: Callable[[str], tuple[Path, Path]], 
     assert max(worst.values()) <= LIMIT, worst
     np.testing.assert_array_equal(found["generated"], golden.outputs["generated"])
     assert np.abs(golden.outputs["logits"]).max() > 0.5, "logits too small to tell anything"
+    tell(request, home, "image", max(worst.values()))
 
 
 @pytest.mark.parametrize(("name", "budget"), [("qwen3_vl", 11), ("gemma3", 30), ("glm4v", 7), ("idefics3", 13)])
@@ -74,7 +78,9 @@ def test_a_prompt_cut_into_steps_gives_the_same_tokens(
     np.testing.assert_array_equal(found["generated"], golden.outputs["generated"])
 
 
-def test_meshes_give_what_transformers_gives(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_meshes_give_what_transformers_gives(
+    made: Callable[[str], tuple[Path, Path]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Tensor and pipeline parallel, free running and layer by layer; deep features cross to where they are added."""
     meshes = (Mesh(tp=2), Mesh(pp=2))
     jobs = []
@@ -90,3 +96,4 @@ def test_meshes_give_what_transformers_gives(made: Callable[[str], tuple[Path, P
         worst = errors(golden, job.results())
         assert set(worst) >= {"hidden.1", "logits", "image_features"}
         assert max(worst.values()) <= LIMIT, (job, worst)
+        tell(request, job.checkpoint, f"tp{job.mesh.tp}" if job.mesh.tp > 1 else f"pp{job.mesh.pp}")

@@ -11,6 +11,7 @@ from tests import families
 from tests.checkpoints import inputs
 from tests.engine.direct import Direct
 from tests.engine.ranks import Job, run_everything
+from tests.families.verified import tell
 
 LIMIT = 1e-4
 
@@ -71,13 +72,18 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, np.nda
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_mesh_equals_one_rank(
-    name: str, mesh: str, jobs: dict[tuple[str, str], Job], alone: Callable[[str], dict[str, np.ndarray]]
+    name: str,
+    mesh: str,
+    jobs: dict[tuple[str, str], Job],
+    alone: Callable[[str], dict[str, np.ndarray]],
+    request: pytest.FixtureRequest,
 ) -> None:
     found, expected = jobs[name, mesh].results(), alone(name)
     assert set(found) == set(expected)
     for key, value in expected.items():
         assert found[key].shape == value.shape, key
         assert np.abs(found[key] - value).max() <= LIMIT, key
+    tell(request, jobs[name, mesh].checkpoint, mesh)
 
 
 def test_padding_rows_of_the_vocabulary_do_not_show(jobs: dict[tuple[str, str], Job]) -> None:
