@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
@@ -26,6 +26,7 @@ from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench import fallback_rungs
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.resident import resident_finding
 from firstlight.workbench.side_files import absent_side_files
 
 DEFAULT_CONTEXT = 4096
@@ -78,7 +79,10 @@ def plan(
         draft.find(_beyond_positions(context, spec.max_positions))
     _verdict(draft, found)
     if not isinstance(stored, Plain):
-        _unpacked(draft, spec, found, context or min(DEFAULT_CONTEXT, spec.max_positions), cache_dtype, headroom)
+        loaded_bytes, finding = resident_finding(spec, stored, found, cache_dtype, full_window)
+        draft.metric("loaded_weight_bytes_per_device", loaded_bytes, "B", "as this engine holds them")
+        if loaded_bytes != found.weight_bytes_per_device:
+            draft.find(finding)
     draft.metric("tensors", tensor_count(spec, matcher.rules, stored), "tensors", "without extra prediction layers")
     _figures(draft, found)
     _tables(draft, spec, found)
@@ -129,37 +133,6 @@ def _verdict(draft: Draft, found: Plan) -> None:
         f"{found.concurrency:,} at once",
     )
     draft.find(found.findings)
-
-
-def _unpacked(draft: Draft, spec: ModelSpec, found: Plan, context: int, cache_dtype: str, headroom: float) -> None:
-    """Weights are counted as stored; what they take once they are unpacked, as this engine does at load, is said."""
-    plain = make_plan(
-        spec,
-        Plain(spec.dtype),
-        found.cluster,
-        found.mesh,
-        context=context,
-        concurrency=found.concurrency,
-        cache_dtype=cache_dtype,
-        headroom=headroom,
-    )
-    draft.metric(
-        "unpacked_weight_bytes_per_device",
-        plain.weight_bytes_per_device,
-        "B",
-        f"unpacked to {spec.dtype} at load, as this engine does",
-    )
-    say = note if plain.fits else warning
-    draft.find(
-        say(
-            "unpacked-weights",
-            "weights are counted as stored; this engine unpacks them at load"
-            + ("" if plain.fits else ", and then the largest rank does not fit"),
-            expected=f"{found.weight_bytes_per_device:,} bytes on the largest rank, as stored",
-            found=f"{plain.weight_bytes_per_device:,} bytes unpacked to {spec.dtype}",
-            next="nothing to do" if plain.fits else "use more devices, or an engine that computes with packed weights",
-        )
-    )
 
 
 def _beyond_positions(context: int, positions: int) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions
@@ -19,7 +20,8 @@ from firstlight.workbench.golden import Golden
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.streamed import StreamedReference
 from firstlight.workbench.verify import verify
-from tests.checkpoints import inputs
+from tests.checkpoints import TINY, inputs, quiet, randomize
+from tests.checkpoints import _model as model_of
 from tests.engine.weights.quantized import compressed, quantize
 
 Get = Callable[[str], Path]
@@ -31,9 +33,20 @@ NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="t
 AWQ: Mapping[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 
 
+def gpt_oss(home: Path) -> Path:
+    """Experts as wide as a group of 32."""
+    model = model_of({**TINY["gpt_oss"].config, "intermediate_size": 32})
+    torch.manual_seed(6)
+    randomize(model)
+    with quiet():
+        model.save_pretrained(home)
+    return home
+
+
 def made(name: str, quantization: Mapping[str, Any], checkpoint: Get, home: Path) -> tuple[Path, Path]:
     """A quantized copy of a tiny model, and the golden file of its plain counterpart."""
-    quantize(checkpoint(name), quantization, home / "packed", home / "plain")
+    source = gpt_oss(home / "whole") if name == "gpt_oss" else checkpoint(name)
+    quantize(source, quantization, home / "packed", home / "plain")
     given = inputs(name)
     golden = Golden.of({**given, **Reference.open(home / "plain").run(given)}, name)
     golden.write(home / "golden.safetensors")
@@ -47,8 +60,9 @@ def made(name: str, quantization: Mapping[str, Any], checkpoint: Get, home: Path
         ("llama", NVFP4, Mesh()),
         ("qwen3_moe", INT4, Mesh(tp=2, ep=2)),
         ("deepseek_v3", FP8, Mesh(tp=2)),
+        ("gpt_oss", {"quant_method": "mxfp4"}, Mesh(ep=2)),
     ],
-    ids=["awq-tp2", "nvfp4", "int4-tp2-ep2", "fp8-tp2"],
+    ids=["awq-tp2", "nvfp4", "int4-tp2-ep2", "fp8-tp2", "mxfp4-ep2"],
 )
 def test_verified_against_its_own_unpacked_reference(
     name: str, quantization: Mapping[str, Any], mesh: Mesh, checkpoint: Get, tmp_path: Path

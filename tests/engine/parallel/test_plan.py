@@ -130,7 +130,7 @@ def test_totals_are_the_sums_over_parameters(name: str) -> None:
     found = totals(spec, Plain("BF16"))
     assert found.parameters == sum(param.elements for param in params)
     assert found.checkpoint_bytes == sum(
-        param.elements * (4 if param.dtype == "F32" and not param.widened else 2) for param in params
+        param.elements * (2 if param.widened else {"F32": 4, "I64": 8}.get(param.dtype or "", 2)) for param in params
     )
     active = 0.0
     for param in spec.parameters():

@@ -118,7 +118,7 @@ def quantize(home: Path, quantization: Mapping[str, Any], packed: Path, plain: P
     raw = json.loads((home / "config.json").read_text())
     scheme = announced({"quantization_config": quantization})
     spec, matcher = FAMILIES.describe(raw)
-    roles = {param.name: param.role for param in spec.parameters()}
+    roles = {param.name: param.role for param in spec.parameters() if len(param.shape) == 2}
     stored: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for path in sorted(home.glob("*.safetensors")):
@@ -127,7 +127,7 @@ def quantize(home: Path, quantization: Mapping[str, Any], packed: Path, plain: P
             assert match is not None, name
             assert isinstance(value, np.ndarray)
             role = roles.get(match.params[0].replace("{e}", "0")) if match.params else None
-            format_ = scheme.of(name.removesuffix(".weight")) if role in QUANTIZED_ROLES and value.ndim > 1 else None
+            format_ = scheme.of(name.removesuffix(".weight")) if role in QUANTIZED_ROLES else None
             stored[name] = values[name] = value
             if format_ is not None:
                 del stored[name]
