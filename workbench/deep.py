@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.sources.base import ByteSource, OpenFile
 from firstlight.workbench.progress import Progress
 
 CHUNK_BYTES = 4 << 20  # a multiple of every element size; a thread holds some five times as much
@@ -52,10 +53,10 @@ def read_all(
 ) -> tuple[list[TensorReading], float]:
     """Reads every tensor whose bytes are there, several at once; returns the readings by name and the seconds.
 
-    Memory is bounded by the threads (as many as cores, at most 16), not by tensors or files. Raises `Refused`
-    (read-failed) when the system cannot read.
+    Memory is bounded by the threads (as many as cores, at most 16), not by tensors or files. Raises `Refused` when a
+    source cannot be read, or changes meanwhile.
     """
-    sizes = {file: checkpoint.path(file).stat().st_size for file in checkpoint.shards}
+    sizes = {file: checkpoint.source.stat(file).nbytes for file in {t.file for t in checkpoint.tensors.values()}}
     whole = [t for t in checkpoint.tensors.values() if t.offset_bytes + t.nbytes <= sizes[t.file]]
     whole.sort(key=lambda tensor: (tensor.file, tensor.offset_bytes))
     total, done, lock = sum(tensor.nbytes for tensor in whole), 0, threading.Lock()
@@ -75,7 +76,7 @@ def read_all(
                 batch = next(batches, None)
             if batch is None:
                 return readings
-            readings.extend(_read_batch(checkpoint, batch, tell))
+            readings.extend(_read_batch(checkpoint.source, batch, tell))
 
     count = threads or min(16, os.cpu_count() or 1)
     with ThreadPoolExecutor(count) as pool:
@@ -84,31 +85,23 @@ def read_all(
     return readings, time.perf_counter() - started_s
 
 
-def _read_batch(
-    checkpoint: Checkpoint, batch: list[TensorInfo], tell: Callable[[int], None]
-) -> Iterator[TensorReading]:
-    """Tensors that lie one after another, each file opened once."""
-    file, descriptor = "", -1
-    try:
-        for tensor in batch:
-            if tensor.file != file:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                file, descriptor = tensor.file, os.open(checkpoint.path(tensor.file), os.O_RDONLY | os.O_CLOEXEC)
-            yield _read(tensor, descriptor, tell)
-    except OSError as error:
-        raise Refused(_unread(file or batch[0].file, error)) from error
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+def _read_batch(source: ByteSource, batch: list[TensorInfo], tell: Callable[[int], None]) -> Iterator[TensorReading]:
+    """Tensors that lie one after another, each file opened once and seen not to have changed meanwhile."""
+    for name, tensors in groupby(batch, key=attrgetter("file")):
+        opened = source.open(name)
+        try:
+            for tensor in tensors:
+                yield _read(tensor, opened, tell)
+            opened.check()
+        finally:
+            opened.close()
 
 
-def _read(tensor: TensorInfo, descriptor: int, tell: Callable[[int], None]) -> TensorReading:
+def _read(tensor: TensorInfo, opened: OpenFile, tell: Callable[[int], None]) -> TensorReading:
     digest, nan, infinite, squares, largest, elements = hashlib.sha256(), 0, 0, 0.0, 0.0, 0
     for start in range(0, tensor.nbytes, CHUNK_BYTES):
-        chunk = _pread(descriptor, min(CHUNK_BYTES, tensor.nbytes - start), tensor.offset_bytes + start)
-        if len(chunk) < min(CHUNK_BYTES, tensor.nbytes - start):
-            raise Refused(_short(tensor))
+        chunk = bytearray(min(CHUNK_BYTES, tensor.nbytes - start))
+        opened.read_into(tensor.offset_bytes + start, [memoryview(chunk)])
         digest.update(chunk)
         counts = not_finite(tensor.dtype, chunk)
         nan, infinite = nan + counts[0], infinite + counts[1]
@@ -123,15 +116,7 @@ def _read(tensor: TensorInfo, descriptor: int, tell: Callable[[int], None]) -> T
     return TensorReading(tensor.name, digest.hexdigest(), 0, 0, (squares / elements) ** 0.5, largest)
 
 
-def _pread(descriptor: int, nbytes: int, offset_bytes: int) -> bytes:
-    """`nbytes` from the file; the system may give less at a time."""
-    data = os.pread(descriptor, nbytes, offset_bytes)
-    while 0 < len(data) < nbytes and (more := os.pread(descriptor, nbytes - len(data), offset_bytes + len(data))):
-        data += more
-    return data
-
-
-def not_finite(dtype: str, data: bytes) -> tuple[int, int]:
+def not_finite(dtype: str, data: bytes | bytearray) -> tuple[int, int]:
     """How many NaN and how many infinite values the bytes of a dtype hold."""
     if dtype == "F8_E4M3":  # has no infinity; NaN is all ones
         values: NDArray[np.unsignedinteger] = np.frombuffer(data, np.uint8)
@@ -147,32 +132,9 @@ def not_finite(dtype: str, data: bytes) -> tuple[int, int]:
     return nan, special.size - nan
 
 
-def wide(dtype: str, data: bytes) -> NDArray[np.float64] | None:
+def wide(dtype: str, data: bytes | bytearray) -> NDArray[np.float64] | None:
     """The values of a float dtype that numpy has, or of BF16, in double precision; None for others."""
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     form = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}.get(dtype)
     return np.frombuffer(data, form).astype(np.float64) if form else None
-
-
-def _short(tensor: TensorInfo) -> Finding:
-    return fatal(
-        "read-failed",
-        f"{tensor.file} ended while {tensor.name} was read",
-        file=tensor.file,
-        tensors=(tensor.name,),
-        expected=f"{tensor.nbytes:,} bytes at {tensor.offset_bytes:,}",
-        found="the end of the file",
-        next="fetch the file again",
-    )
-
-
-def _unread(file: str, error: OSError) -> Finding:
-    return fatal(
-        "read-failed",
-        f"{file} cannot be read: {error.strerror}",
-        file=file,
-        expected="a readable file",
-        found=str(error.strerror),
-        next="check the health of the storage; fetch the file again",
-    )
