@@ -11,8 +11,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firstlight.workbench.figures import COLOURS, colour
+from firstlight.workbench.figures import COLOURS, colour, overlap
 from firstlight.workbench.readings import Bucket
+
+__all__ = ["Figure", "compared", "curves", "errors", "layer_bars", "loading", "overlap", "timeline"]
 
 Figure = dict[str, Any]
 Row = Mapping[str, Any]
@@ -167,34 +169,6 @@ def timeline(rows: Sequence[Row], phase: str) -> Figure:
         barmode="overlay",
     )
     return {"data": traces, "layout": layout}
-
-
-def overlap(rows: Sequence[Row], phase: str) -> list[dict[str, Any]]:
-    """By rank: the step, the time in collectives, and the share of it during which the rank computed another block.
-
-    A collective that its block waits for lies inside that block and hides nothing; only what reaches beyond the block
-    in which it began is overlapped.
-    """
-    found = []
-    for rank in sorted({row["rank"] for row in rows if row["phase"] == phase}):
-        mine = [row for row in rows if row["phase"] == phase and row["rank"] == rank]
-        spans = {
-            kind: [(row["start_ms"], row["start_ms"] + row["duration_ms"]) for row in mine if row["kind"] == kind]
-            for kind in ("compute", "collective")
-        }
-        calls, blocks = spans["collective"], spans["compute"]
-        hidden = sum(max(0.0, stop - end) for start, stop in calls for low, end in blocks if low <= start < end)
-        total = sum(stop - start for start, stop in calls)
-        found.append(
-            {
-                "rank": rank,
-                "step_ms": max((stop for _, stop in blocks), default=0.0),
-                "collectives": len(calls),
-                "collective_ms": total,
-                "overlapped": 100 * hidden / total if total else None,
-            }
-        )
-    return found
 
 
 def loading(events: Sequence[tuple[str, float, float]], unit_bytes: float = 2**20) -> Figure:

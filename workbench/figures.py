@@ -199,6 +199,89 @@ def errors_by_layer(rows: Sequence[Row]) -> View:
     return lines("Error per layer against the reference", [row["of"] for row in rows], series, "relative max-abs")
 
 
+def overlap(rows: Sequence[Row], phase: str) -> list[dict[str, Any]]:
+    """By rank: the step, the time in collectives, and the share of it during which the rank computed another block.
+
+    A collective that its block waits for lies inside that block and hides nothing; only what reaches beyond the block
+    in which it began is overlapped.
+    """
+    found = []
+    for rank in sorted({row["rank"] for row in rows if row["phase"] == phase}):
+        mine = [row for row in rows if row["phase"] == phase and row["rank"] == rank]
+        spans = {
+            kind: [(row["start_ms"], row["start_ms"] + row["duration_ms"]) for row in mine if row["kind"] == kind]
+            for kind in ("compute", "collective")
+        }
+        calls, blocks = spans["collective"], spans["compute"]
+        hidden = sum(max(0.0, stop - end) for start, stop in calls for low, end in blocks if low <= start < end)
+        total = sum(stop - start for start, stop in calls)
+        found.append(
+            {
+                "rank": rank,
+                "step_ms": max((stop for _, stop in blocks), default=0.0),
+                "collectives": len(calls),
+                "collective_ms": total,
+                "overlapped": 100 * hidden / total if total else None,
+            }
+        )
+    return found
+
+
+def timeline(rows: Sequence[Row], phase: str) -> View:
+    """One step as lanes of blocks and of collectives, rank by rank: rows as in the table `timeline` of `profile`."""
+    mine = [row for row in rows if row["phase"] == phase]
+    end_ms = max((row["start_ms"] + row["duration_ms"] for row in mine), default=0.0) or 1.0
+    lanes = sorted({(row["rank"], row["kind"]) for row in mine})
+    body = "".join(_lane(rank, kind, mine, end_ms) for rank, kind in lanes)
+    keys = (("compute", "blocks"), ("communication", "collectives, waiting included"))
+    legend = "".join(f'<span class="key"><i style="background:{COLOURS[c]}"></i>{escape(n)}</span>' for c, n in keys)
+    title = f"One {phase} step, {end_ms:.2f} ms"
+
+    def live() -> Any:
+        import plotly.graph_objects as go
+
+        bars = []
+        for kind, key in (("compute", "compute"), ("collective", "communication")):
+            of_kind = [row for row in mine if row["kind"] == kind]
+            bars.append(
+                go.Bar(
+                    name=kind,
+                    orientation="h",
+                    y=[_lane_name(row["rank"], kind) for row in of_kind],
+                    base=[row["start_ms"] for row in of_kind],
+                    x=[row["duration_ms"] for row in of_kind],
+                    marker_color=COLOURS[key],
+                    hovertext=[escape(str(row["name"])) for row in of_kind],
+                )
+            )
+        figure = go.Figure(bars)
+        axis = {"autorange": "reversed", "type": "category"}
+        figure.update_layout(barmode="overlay", xaxis_title="ms since the step began", yaxis=axis)
+        return dressed(figure, title, 130 + 32 * max(1, len(lanes)))
+
+    return View(_page(title, f"<div>{legend}</div>{body}"), live)
+
+
+def _lane_name(rank: int, kind: str) -> str:
+    return f"rank {rank} {'blocks' if kind == 'compute' else 'collectives'}"
+
+
+def _lane(rank: int, kind: str, rows: Sequence[Row], end_ms: float) -> str:
+    colour_ = COLOURS["compute" if kind == "compute" else "communication"]
+    mine = [row for row in rows if row["rank"] == rank and row["kind"] == kind]
+    pieces = "".join(
+        f'<i style="position:absolute;left:{100 * row["start_ms"] / end_ms:.2f}%;'
+        f'width:{max(0.1, 100 * row["duration_ms"] / end_ms - 0.08):.2f}%;background:{colour_}" '
+        f'title="{escape(str(row["name"]))}: {row["duration_ms"]:.3f} ms"></i>'
+        for row in mine
+    )
+    total = sum(row["duration_ms"] for row in mine)
+    return (
+        f'<div class="row"><span class="name">{_lane_name(rank, kind)}</span>'
+        f'<span class="bar" style="position:relative">{pieces}</span><span class="num">{total:.2f} ms</span></div>'
+    )
+
+
 def colour(name: str, index: int = 0) -> str:
     """The colour of a role, or a spare one."""
     return COLOURS.get(name, SPARE[index % len(SPARE)])

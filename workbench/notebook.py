@@ -49,6 +49,10 @@ class NotebookBringup(Bringup):
         """Computing, communicating and waiting, by rank."""
         return figures.step_split(self._table("profile", "steps"))
 
+    def timeline(self, phase: str = "decode") -> View:
+        """One step as it went, rank by rank: blocks, and the collectives within them."""
+        return figures.timeline(self._table("profile", "timeline"), phase)
+
     def errors(self, prefix: str = "") -> View:
         """Error per layer of the last verification; `prefix` picks a case where there are several."""
         report = self._report("verify")

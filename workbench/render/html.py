@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from firstlight.engine.findings import printable
@@ -119,6 +119,16 @@ def table_html(rows: list[dict[str, Any]]) -> str:
     )
     more = f'<div class="quiet">and {len(rows) - MOST_ROWS:,} more rows</div>' if len(rows) > MOST_ROWS else ""
     return f"<table><tr>{head}</tr>{body}</table>{more}"
+
+
+class RowsView:
+    """Rows as a notebook shows them: a table of its own, with the look of a report."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.rows = [dict(row) for row in rows]
+
+    def _repr_html_(self) -> str:
+        return f'<div class="firstlight"><style>{STYLE}</style><div class="scroll">{table_html(self.rows)}</div></div>'
 
 
 def _findings(report: Report) -> str:
