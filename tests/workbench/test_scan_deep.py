@@ -18,6 +18,7 @@ from firstlight.workbench.deep import TensorReading, wide
 from firstlight.workbench.outliers import outliers
 from firstlight.workbench.report import Report
 from firstlight.workbench.scan import scan
+from tests.engine.weights import far
 
 Get = Callable[[str], Path]
 NORM = "model.norm.weight"
@@ -153,6 +154,18 @@ def test_a_manifest_that_is_none_is_refused_at_once(
 
 def test_a_manifest_that_cannot_be_written_is_said(home: Path, tmp_path: Path) -> None:
     assert main(["scan", str(home), "-q", "--manifest", str(tmp_path / "absent" / "manifest.json")]) == 2
+
+
+def test_a_copy_over_the_network_is_held_against_a_manifest(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    manifest = tmp_path / "manifest.json"
+    scan(home, manifest=manifest)
+    with far.served(home) as web:
+        report = scan(web.url, against=manifest)
+    assert report.status == "passed", report.findings
+    assert not of(report, "manifest-mismatch")
 
 
 # Strictness
