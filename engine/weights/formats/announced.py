@@ -6,7 +6,7 @@ Nothing is guessed: a tool, a layout or an option that is not listed is refused 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
@@ -17,7 +17,7 @@ from firstlight.engine.weights.formats.gptq import Gptq
 from firstlight.engine.weights.formats.grid import WHOLE, Format
 from firstlight.engine.weights.formats.modelopt import modelopt
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
-from firstlight.engine.weights.formats.refusing import Options, mapping, refuse
+from firstlight.engine.weights.formats.refusing import Options, is_block, mapping, refuse
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
 
 LEVELS = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -108,10 +108,6 @@ def _fp8(options: Options, config: Mapping[str, Any]) -> Scheme:
     return Scheme("fp8", (fp4, every) if experts == "fp4" else (every,), Modules(kept))
 
 
-def is_block(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
-
-
 def _fbgemm(options: Options, config: Mapping[str, Any]) -> Scheme:
     kept = Modules(options.names("modules_to_not_convert"))
     return Scheme("fbgemm_fp8", (Group(Fp8(block=(1, WHOLE))),), kept)
@@ -145,7 +141,7 @@ def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
         if not pattern.startswith("-:"):
             options.unsupported("dynamic", f"{pattern}: {change}", "settings that are the same for every module")
         kept.append("re:.*?" + pattern.removeprefix("-:"))
-    inside = [name for names in options.get("modules_in_block_to_quantize") or () for name in _flat(names)]
+    inside = _flat(options.get("modules_in_block_to_quantize", []))
     format_: Format = Gptq(
         bits=bits,
         group=options.group(options.get("group_size", 128)),
@@ -156,7 +152,8 @@ def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
 
 
 def _flat(names: object) -> list[str]:
-    return [str(name) for name in names] if isinstance(names, list) else [str(names)]
+    """Names in lists of lists, or of any depth."""
+    return [found for name in names for found in _flat(name)] if isinstance(names, list | tuple) else [str(names)]
 
 
 Reader = Callable[[Options, Mapping[str, Any]], Scheme]

@@ -14,7 +14,7 @@ from firstlight.engine.weights.formats.int8 import Int8
 from firstlight.engine.weights.formats.mxfp4 import MxFp4
 from firstlight.engine.weights.formats.nvfp4 import NvFp4
 from firstlight.engine.weights.formats.packed_int import PackedInt
-from firstlight.engine.weights.formats.refusing import Options, mapping, refuse
+from firstlight.engine.weights.formats.refusing import Options, is_block, mapping, refuse
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
 
 UNKNOWN = "nothing is known about it here"
@@ -28,7 +28,7 @@ KNOWN = {  # layouts that are not read here -> what they are
 
 def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
     """The scheme of a compressed-tensors configuration. Raises `Refused` for layouts that are not read here."""
-    sparse = mapping(options.get("sparsity_config")).get("format", "dense")
+    sparse = str(mapping(options.get("sparsity_config")).get("format", "dense"))
     if sparse != "dense":
         options.unsupported("sparsity_config.format", sparse, f"dense; {KNOWN.get(sparse, UNKNOWN)}")
     if mapping(options.get("transform_config")).get("config_groups"):
@@ -38,7 +38,8 @@ def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
         group = mapping(raw)
         if not group.get("weights"):
             continue  # activations or caches alone
-        format_ = _format(options, group.get("format") or options.get("format", ""), mapping(group["weights"]))
+        layout = str(group.get("format") or options.get("format", "none"))
+        format_ = _format(options, layout, mapping(group["weights"]))
         if format_ is not None:
             groups.append(Group(format_, _targets(group.get("targets"))))
     if not groups and options.get("format") not in (None, "dense") and "config_groups" not in options.raw:
@@ -80,7 +81,7 @@ def _format(options: Options, layout: str, weights: Mapping[str, Any]) -> Format
         return MxFp4()
     if layout == "nvfp4-pack-quantized":
         return NvFp4()
-    return options.unsupported("format", layout or "none", f"a layout read here; {KNOWN.get(layout, UNKNOWN)}")
+    return options.unsupported("format", layout, f"a layout read here; {KNOWN.get(layout, UNKNOWN)}")
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
@@ -89,8 +90,8 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
     group = weights.get("group_size")
     if strategy is None:
         strategy = "group" if group not in (None, -1) else "channel" if group == -1 else "tensor"
-    if strategy == "block" and isinstance(structure, list | tuple) and len(structure) == 2:
-        return int(structure[0]), int(structure[1])
+    if strategy == "block" and is_block(structure):
+        return structure[0], structure[1]
     if strategy in ("group", "tensor_group") and type(group) is int and group != 0:
         return 1, WHOLE if group < 0 else group
     if strategy == "tensor":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
@@ -13,6 +13,11 @@ from firstlight.engine.weights.formats.grid import WHOLE
 def mapping(value: object) -> Mapping[str, Any]:
     """`value` where it is an object, else an empty one."""
     return value if isinstance(value, Mapping) else {}
+
+
+def is_block(value: object) -> TypeGuard[list[int]]:
+    """Two positive numbers: rows and columns."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
 def refuse(key: str, value: object, expected: str) -> NoReturn:

@@ -54,7 +54,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         text = rf"(?:.*\.)?(?:{own})(?:(?<=\.)|(?=\.|$))"
     try:
         return re.compile(text)
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return re.compile(re.escape(pattern))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
@@ -292,3 +294,51 @@ def test_extra_prediction_layers_are_left_out_with_their_scales(tmp_path: Path) 
     ledger = settle(tmp_path)
     assert ledger.findings == ()
     assert {name: "prediction" in ledger.left_out[name] for name in more} == dict.fromkeys(more, True)
+
+
+KEYS = """quant_method weight_block_size fmt bits group_size version zero_point config_groups format ignore targets weights
+    num_bits type strategy block_structure symmetric actorder dynamic quant_algo quantized_layers exclude_modules
+    modules_to_not_convert sparsity_config transform_config modules_in_block_to_quantize quantization expert_dtype
+    checkpoint_format kv_cache_scheme""".split()  # noqa: SIM905 - a wall of words reads better
+_texts = st.sampled_from(
+    [
+        *READERS,
+        "float",
+        "int",
+        "group",
+        "block",
+        "channel",
+        "pack-quantized",
+        "float-quantized",
+        "NVFP4",
+        "re:(",
+        "re:a{99999999999}",
+        "Linear",
+    ]
+)
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 130) | st.floats(allow_nan=False) | _texts | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), _values, max_size=8), _texts)
+@settings(max_examples=300, deadline=None)
+def test_any_configuration_is_read_or_refused(options: dict[str, Any], method: str) -> None:
+    """Whatever stands in it: a scheme, or one finding; and a scheme answers for any name."""
+    try:
+        scheme = announced({"quantization_config": {"quant_method": method, **options}})
+    except Refused as refused:
+        codes = [finding.code for finding in refused.findings]
+    else:
+        codes = []
+    assert codes in ([], ["unsupported-format"], ["config-invalid"])
+    if codes:
+        return
+    for module in ("model.layers.3.mlp.experts.0.up_proj", "lm_head", ""):
+        found = scheme.of(module)
+        assert found is None or found in scheme.formats
+        assert found is None or found.nbytes((256, 256), ((0, 256), (0, 256))) > 0
