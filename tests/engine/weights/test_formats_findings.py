@@ -296,7 +296,8 @@ def test_extra_prediction_layers_are_left_out_with_their_scales(tmp_path: Path) 
     assert {name: "prediction" in ledger.left_out[name] for name in more} == dict.fromkeys(more, True)
 
 
-KEYS = """quant_method weight_block_size fmt bits group_size version zero_point config_groups format ignore targets weights
+KEYS = """quant_method weight_block_size fmt bits group_size version zero_point config_groups format ignore targets
+    weights
     num_bits type strategy block_structure symmetric actorder dynamic quant_algo quantized_layers exclude_modules
     modules_to_not_convert sparsity_config transform_config modules_in_block_to_quantize quantization expert_dtype
     checkpoint_format kv_cache_scheme""".split()  # noqa: SIM905 - a wall of words reads better
