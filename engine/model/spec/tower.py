@@ -202,6 +202,8 @@ class PatchTower(msgspec.Struct, frozen=True, kw_only=True, tag="patches"):
             pixels = np.zeros((rows * columns, self.channels * self.frames * size**2), np.float32)
             return {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, columns]])}
         high, wide = self.image_size or rows * size, self.image_size or columns * size
+        if self.image_size is None and self.inputs != "sized" and self.positions is not None:
+            high = wide = self.positions.side * size  # tiles are square wherever they come from
         if self.inputs == "sized":
             pixels = np.zeros((1, self.channels, high, wide), np.float32)
             return {"pixel_values": pixels, "image_sizes": np.array([[high, wide]])}
