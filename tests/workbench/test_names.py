@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlight.engine.findings import warning
 from firstlight.workbench.render.names import broken
 from firstlight.workbench.render.terminal import report_text
 from firstlight.workbench.report import Draft
@@ -35,3 +36,14 @@ def test_a_table_of_long_names_at_any_width() -> None:
         assert max(map(len, lines)) <= width
         assert any(line.rstrip().endswith(("weight", "9")) for line in lines)
         assert not any(line.strip() in ("t", "ght", "eight") for line in lines)
+
+
+def test_long_names_in_findings_are_shown_whole() -> None:
+    name = "language_model.model.layers.47.block_sparse_moe.experts.813.w1.weight_packed"
+    draft = Draft("scan", "x")
+    draft.find(warning("missing-shard", f"{name} is not there", tensors=(name,), next=f"fetch {name}"))
+    for width in (60, 80):
+        text = report_text(draft.close(), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        assert "experts.813.w1.weight_packed" in text.replace("\n", "").replace(" ", "")

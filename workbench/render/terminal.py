@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.render import words
-from firstlight.workbench.render.names import Cell
+from firstlight.workbench.render.names import Cell, broken
 from firstlight.workbench.report import Check, Metric, Report
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     if report.metrics:
         yield _block("figures", _metrics(report.metrics))
     if report.findings:
-        yield _block("findings", _findings(report.findings))
+        yield _block("findings", _findings(report.findings, width))
     if report.checks:
         yield _block("checks", _checks(report.checks, width))
     yield Text("")
@@ -215,16 +215,22 @@ def _part_of_table(columns: list[str], rows: list[dict[str, Any]]) -> Renderable
     return grid
 
 
-def _findings(findings: Sequence[Finding]) -> RenderableType:
+def _findings(findings: Sequence[Finding], width: int) -> RenderableType:
     from rich.text import Text
 
-    grid = _grid({"no_wrap": True}, {})
+    grid = _grid({"no_wrap": True}, {"overflow": "fold"})
+    room = max(NARROW_TEXT, width - INDENT[3] - max(len(finding.severity) for finding in findings) - GAP)
     for finding in findings:
-        body = Text(printable(f"{finding.code}: {finding.message}"))
+        body = Text(_with_breaks(printable(f"{finding.code}: {finding.message}"), room))
         for name, value in finding_fields(finding):
-            body.append(f"\n{name}: ", "dim").append(value)
+            body.append(f"\n{name}: ", "dim").append(_with_breaks(value, room))
         grid.add_row(Text(finding.severity, STYLES[finding.severity]), body)
     return grid
+
+
+def _with_breaks(text: str, room: int) -> str:
+    """The text with line ends in words that are longer than a line, where parts of names end."""
+    return " ".join(word if len(word) <= room else "\n".join(broken(word, room)) for word in text.split(" "))
 
 
 def finding_fields(finding: Finding) -> Iterator[tuple[str, str]]:

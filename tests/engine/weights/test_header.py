@@ -82,6 +82,13 @@ def test_a_length_that_looks_like_a_pickle_is_a_length(length: int, tmp_path: Pa
     assert [tensor.name for tensor in read(tmp_path, raw(text, 8)).tensors] == ["a"]
 
 
+def test_tensors_need_not_be_aligned(tmp_path: Path) -> None:
+    listed = {"a": entry("U8", [3], 0), "b": entry("F32", [2], 3), "c": entry("F64", [1], 11)}
+    header = read(tmp_path, raw(listed, 19))
+    assert header.findings == ()
+    assert [tensor.nbytes for tensor in header.tensors] == [3, 8, 8]
+
+
 def test_empty_tensors_may_be_listed_in_any_order(tmp_path: Path) -> None:
     listed = {"a": entry("F32", [2], 0), "b": entry("F32", [2], 8), "z": entry("F32", [0, 7], 8)}
     assert read(tmp_path, raw(listed, 16)).findings == ()
