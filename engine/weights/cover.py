@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.source import Region
+from firstlight.engine.weights.sources.base import Rows
 
-NARROW_BYTES = 4 << 10  # a share of a row worth a read of its own, where as much beside it would be read in vain
+NARROW_BYTES = 512  # a share of a row worth a call of its own, where as much beside it would be read in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,12 @@ class Run:
             self, start=start, stop=stop, offset_bytes=self.offset_bytes + (start - self.start) * self.row_bytes
         )
 
-    def reads(self, path: str, target: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-        """The reads that fill `target`: one, or one a row."""
+    def reads(self, path: str, target: memoryview) -> Iterator[tuple[str, int, memoryview] | Rows]:
+        """What is to be read to fill `target`: a range, or shares of rows."""
         if self.inner is None:
             yield path, self.offset_bytes, target
-            return
-        for row in range(self.stop - self.start):
-            share = target[row * self.span_bytes : (row + 1) * self.span_bytes]
-            yield path, self.offset_bytes + row * self.row_bytes, share
+        else:
+            yield Rows(path, self.offset_bytes, target, self.span_bytes, self.row_bytes)
 
 
 def cover(info: TensorInfo, region: Region) -> Run:

@@ -21,6 +21,7 @@ from firstlight.engine.weights.formats.grid import Axis, Box, Packed
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.memory import aligned, writable_bytes
 from firstlight.engine.weights.source import Region
+from firstlight.engine.weights.sources.base import Rows
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -41,7 +42,7 @@ STORED_DTYPES = {
     "I32": torch.int32,
 }
 STAGING_BYTES = 16 << 20  # of one step: what is read and, beside it, the numbers that come out of it
-Read = tuple[str, int, memoryview]
+Read = tuple[str, int, memoryview] | Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from itertools import groupby
 from typing import Any
 
 from firstlight.engine.errors import FirstlightError
-from firstlight.engine.weights.sources.base import ByteSource, OpenFile, ReadShape
+from firstlight.engine.weights.sources.base import ByteSource, OpenFile, ReadShape, Rows
 from firstlight.engine.weights.sources.local import LocalFiles
 
-Piece = tuple[str | os.PathLike[str], int, memoryview]
+Piece = tuple[str | os.PathLike[str], int, memoryview] | Rows
 
 CHUNKS_PER_THREAD = 4  # so that all threads end at about the same time
 MAX_BUFFERS = 512  # per read; Linux accepts 1,024
+ROWS_BYTES = 1 << 20  # of shares of rows that are one reader's
 AHEAD_BYTES = 256 << 20  # of jobs that are being read or wait to be taken
 POLL_S = 0.1  # how soon a cancellation is seen
 
@@ -37,21 +38,37 @@ class Job:
     left: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(target.nbytes for _, _, target in self.pieces)
+        self.nbytes = sum(p.target.nbytes if isinstance(p, Rows) else p[2].nbytes for p in self.pieces)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One request: buffers that follow one another in the file from `offset_bytes`; None: bytes to throw away."""
+    """One request: buffers that follow one another in the file from `offset_bytes`; None: bytes to throw away.
+
+    Or, with `rows`, shares of rows and no buffers.
+    """
 
     job: Job
     file: _SharedFile
     offset_bytes: int
     buffers: list[tuple[memoryview | None, int]]
+    rows: Rows | None = None
 
     @property
     def nbytes(self) -> int:
+        if self.rows is not None:
+            return self.rows.target.nbytes
         return sum(nbytes for view, nbytes in self.buffers if view is not None)
+
+    def carry_out(self, scratch: memoryview) -> None:
+        if self.rows is not None:
+            self.file.opened().read_rows(
+                self.rows.offset_bytes, self.rows.target, self.rows.span_bytes, self.rows.stride_bytes
+            )
+        else:
+            buffers = [scratch[:nbytes] if view is None else view for view, nbytes in self.buffers]
+            self.file.opened().read_into(self.offset_bytes, buffers)
+        self.file.read_done()
 
 
 class _SharedFile:
@@ -64,12 +81,11 @@ class _SharedFile:
         self._opened: OpenFile | None = None
         self._lock = threading.Lock()
 
-    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+    def opened(self) -> OpenFile:
         with self._lock:
             if self._opened is None:
                 self._opened = self._source.open(self._name)
-            opened = self._opened
-        opened.read_into(offset_bytes, buffers)
+            return self._opened
 
     def read_done(self) -> None:
         with self._lock:
@@ -212,9 +228,7 @@ class _Readers:
         scratch = memoryview(bytearray(self._source.shape.gap_bytes))
         while (read := self._todo.get()) is not None and not self._stop.is_set():
             try:
-                buffers = [scratch[:nbytes] if view is None else view for view, nbytes in read.buffers]
-                read.file.read_into(read.offset_bytes, buffers)
-                read.file.read_done()
+                read.carry_out(scratch)
                 self._done.put(read)
             except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
                 self._done.put(error)
@@ -227,7 +241,11 @@ def _plan(job: Job, source: ByteSource, threads: int) -> Iterator[_Read]:
     share_bytes = job.nbytes // (threads * CHUNKS_PER_THREAD)
     chunk_bytes = min(shape.chunk_bytes, max(shape.smallest_bytes, share_bytes))
     chunks: list[tuple[str, int, memoryview]] = []
-    for path, offset_bytes, target in job.pieces:
+    for piece in job.pieces:
+        if isinstance(piece, Rows):
+            yield from _row_reads(job, source, piece, chunk_bytes)
+            continue
+        path, offset_bytes, target = piece
         if target.nbytes == 0:
             continue
         view = target.cast("B")
@@ -241,6 +259,15 @@ def _plan(job: Job, source: ByteSource, threads: int) -> Iterator[_Read]:
         reads = list(_join(job, file, ((offset, view) for _, offset, view in group), chunk_bytes, shape))
         file.reads_left = len(reads)
         yield from reads
+
+
+def _row_reads(job: Job, source: ByteSource, rows: Rows, most_bytes: int) -> Iterator[_Read]:
+    """Shares of rows by the hundred: so many that a request is neither long in the file nor in what it brings."""
+    count = max(1, min(ROWS_BYTES // rows.span_bytes, most_bytes // rows.stride_bytes))
+    file = _SharedFile(source, rows.file)
+    reads = [_Read(job, file, rows.offset_bytes, [], rows.part(at, count)) for at in range(0, rows.count, count)]
+    file.reads_left = len(reads)
+    yield from reads
 
 
 def _join(

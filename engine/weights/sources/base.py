@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -47,6 +47,9 @@ class OpenFile(Protocol):
     def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         """Fill the buffers one after another with what starts at `offset_bytes`; `Refused` names file and range."""
 
+    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
+        """Fill `target` with `span_bytes` of every `stride_bytes` from `offset_bytes` on, one behind the other."""
+
     def check(self) -> None:
         """Raises `Refused` (changed-file) if what was read need not be of one version."""
 
@@ -73,6 +76,26 @@ class ByteSource(Protocol):
 
     def describe(self) -> str:
         """In words how bytes came, for reports."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Shares of equal rows of a file: `span_bytes` of every `stride_bytes`, from `offset_bytes` on, into `target`."""
+
+    file: str
+    offset_bytes: int
+    target: memoryview
+    span_bytes: int
+    stride_bytes: int
+
+    @property
+    def count(self) -> int:
+        return self.target.nbytes // self.span_bytes
+
+    def part(self, first: int, count: int) -> Rows:
+        """Some of the rows."""
+        share = self.target[first * self.span_bytes : (first + count) * self.span_bytes]
+        return replace(self, offset_bytes=self.offset_bytes + first * self.stride_bytes, target=share)
 
 
 class Usage:
@@ -166,6 +189,19 @@ def scatter(part: memoryview, buffers: list[memoryview]) -> list[memoryview]:
             return [view[count:], *buffers[index + 1 :]]
     assert taken == part.nbytes, f"{part.nbytes - taken} bytes more than asked for"
     return []
+
+
+def read_rows_at_once(file: OpenFile, offset: int, target: memoryview, span: int, stride: int, gap_bytes: int) -> None:
+    """Shares of rows where requests cost more than bytes: near ones by one, what is between is thrown away."""
+    count = target.nbytes // span
+    if stride - span > gap_bytes:
+        for row in range(count):
+            file.read_into(offset + row * stride, [target[row * span : (row + 1) * span]])
+        return
+    whole = bytearray((count - 1) * stride + span)
+    file.read_into(offset, [memoryview(whole)])
+    for row in range(count):
+        target[row * span : (row + 1) * span] = memoryview(whole)[row * stride : row * stride + span]
 
 
 class SourcePath:

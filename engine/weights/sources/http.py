@@ -18,7 +18,15 @@ import httpx
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.engine.weights.sources.base import FileStat, ReadShape, Usage, absent, changed, ended_early
+from firstlight.engine.weights.sources.base import (
+    FileStat,
+    ReadShape,
+    Usage,
+    absent,
+    changed,
+    ended_early,
+    read_rows_at_once,
+)
 from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
 
 HTTP_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=2 << 20, gap_bytes=64 << 10, in_flight=16)
@@ -203,6 +211,9 @@ class HttpFile:
         if end > self._expected.nbytes:
             raise ended_early(self._file, self._expected.nbytes, end, target.left)
         fill(target, self._attempt, self._source.retry, self._source.usage, self._file)
+
+    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
+        read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, HTTP_SHAPE.gap_bytes)
 
     def check(self) -> None:
         """Nothing is left to check: each answer was."""

@@ -12,7 +12,15 @@ import threading
 import zlib
 from pathlib import Path
 
-from firstlight.engine.weights.sources.base import ByteSource, FileStat, OpenFile, ReadShape, Usage, unread
+from firstlight.engine.weights.sources.base import (
+    ByteSource,
+    FileStat,
+    OpenFile,
+    ReadShape,
+    Usage,
+    read_rows_at_once,
+    unread,
+)
 from firstlight.engine.weights.sources.local import LocalFiles
 
 BLOCK_BYTES = 4 << 20
@@ -94,6 +102,9 @@ class KeptFile:
                 self._from_part(offset_bytes + done, view[done : done + count])
                 done += count
             offset_bytes += view.nbytes
+
+    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
+        read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, BLOCK_BYTES)
 
     def check(self) -> None:
         """Give the file its name once all of it is there."""

@@ -141,6 +141,47 @@ class LocalFile:
         except OSError as error:
             raise unread(str(self.path), offset_bytes, wanted, str(error.strerror)) from error
 
+    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
+        """One call a row, and no byte between them; what the page cache lacks is asked for before it is waited for."""
+        count = target.nbytes // span_bytes
+        places = [target[at : at + span_bytes] for at in range(0, count * span_bytes, span_bytes)]
+        offsets = range(offset_bytes, offset_bytes + count * stride_bytes, stride_bytes)
+        try:
+            done = self._rows_from_cache(offsets, places, span_bytes)
+            self._source.usage.add("cached", done * span_bytes)
+            if done < count:
+                self._rows_to_come(offsets[done:], span_bytes, stride_bytes)
+                self._source.usage.add("buffered", (count - done) * span_bytes)
+            for place, offset in zip(places[done:], offsets[done:], strict=True):
+                self._read_buffered(offset, [place], offset + span_bytes)
+        except OSError as error:
+            raise unread(str(self.path), offset_bytes, target.nbytes, str(error.strerror)) from error
+
+    def _rows_from_cache(self, offsets: range, places: list[memoryview], span_bytes: int) -> int:
+        """How many rows, from the first on, the page cache gave without waiting for the disk."""
+        if not NO_WAIT:
+            return 0
+        descriptor, preadv, done = self._descriptor, os.preadv, 0
+        try:
+            for place, offset in zip(places, offsets, strict=True):
+                if preadv(descriptor, (place,), offset, NO_WAIT) != span_bytes:
+                    break
+                done += 1
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        return done
+
+    def _rows_to_come(self, offsets: range, span: int, stride: int) -> None:
+        """Have the system begin to read the pages that hold these shares, or all of them where that is half of all."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if 2 * (span + BLOCK_BYTES) >= stride:
+            os.posix_fadvise(self._descriptor, offsets[0], len(offsets) * stride, os.POSIX_FADV_WILLNEED)
+            return
+        for offset in offsets:
+            os.posix_fadvise(self._descriptor, offset, span, os.POSIX_FADV_WILLNEED)
+
     def check(self) -> None:
         """Whoever wrote to the file since it was first looked at left another size, time or number."""
         self._source.compare(self.path, os.fstat(self._descriptor))

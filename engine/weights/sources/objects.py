@@ -9,7 +9,15 @@ from typing import Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.engine.weights.sources.base import FileStat, ReadShape, Usage, absent, changed, ended_early
+from firstlight.engine.weights.sources.base import (
+    FileStat,
+    ReadShape,
+    Usage,
+    absent,
+    changed,
+    ended_early,
+    read_rows_at_once,
+)
 from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
@@ -125,6 +133,9 @@ class ObjectFile:
         if end > self._expected.nbytes:
             raise ended_early(file, self._expected.nbytes, end, target.left)
         fill(target, lambda one: source.read(self._name, one, self._expected), source.retry, source.usage, file)
+
+    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
+        read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, OBJECT_SHAPE.gap_bytes)
 
     def check(self) -> None:
         """Nothing is left to check: each answer was."""

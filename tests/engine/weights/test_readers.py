@@ -10,7 +10,8 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.readers import Piece, read_pieces
 from firstlight.engine.weights.sources import local
-from firstlight.engine.weights.sources.local import LOCAL_SHAPE
+from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
+from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
 
 MAX_GAP_BYTES = LOCAL_SHAPE.gap_bytes
 
@@ -167,3 +168,95 @@ def test_a_failing_progress_callback_stops_the_reading(files: dict[Path, bytes])
         read_pieces(random_pieces(files, 400)[0], 2, progress)
     assert open_descriptors() == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
+def shares(content: bytes, offset: int, count: int, span: int, stride: int) -> bytes:
+    return b"".join(content[offset + row * stride :][:span] for row in range(count))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("span", "stride"), [(1, 2), (512, 4096), (700, 9000), (6000, 6001), (3000, 20_000)])
+def test_shares_of_rows_are_read_and_nothing_between_them(
+    files: dict[Path, bytes], cached: bool, span: int, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the page cache or not, by one thread or more, in one request or several."""
+    if not cached:
+        monkeypatch.setattr(local, "NO_WAIT", 0)
+    path, content = list(files.items())[2]
+    count = min(3000, (len(content) - 77) // stride)
+    target = bytearray(count * span)
+    source = LocalFiles()
+    rows = Rows(str(path), 77, memoryview(target), span, stride)
+    assert read_pieces([rows], 3, source=source) == count * span
+    assert bytes(target) == shares(content, 77, count, span, stride)
+    assert source.usage["cached"] + source.usage["buffered"] == count * span
+
+
+def test_shares_of_rows_that_the_file_does_not_have_are_refused(files: dict[Path, bytes]) -> None:
+    path, content = next(iter(files.items()))
+    rows = Rows(str(path), 0, memoryview(bytearray(11 * 10)), 10, len(content) // 10)
+    with pytest.raises(Refused) as refused:
+        read_pieces([rows], 2)
+    assert refused.value.findings[0].code == "truncated-shard"
+
+
+@pytest.mark.parametrize("gap", [10, 100_000])
+def test_far_sources_get_shares_of_rows_by_few_requests_or_one_each(files: dict[Path, bytes], gap: int) -> None:
+    path, content = list(files.items())[1]
+    target = memoryview(bytearray(20 * 50))
+    opened = LocalFiles().open(str(path))
+    read_rows_at_once(opened, 5, target, 50, 7000, gap)
+    opened.close()
+    assert bytes(target) == shares(content, 5, 20, 50, 7000)
+
+
+def direct_and_buffered(method: Method, path: Path, content: bytes) -> LocalFiles:
+    source = LocalFiles(path.parent, method)
+    pieces, targets, expected = random_pieces({Path(path.name): content}, 200)
+    read_pieces(pieces, 3, source=source)
+    assert [bytes(target) for target in targets] == expected
+    source.close()
+    return source
+
+
+@pytest.mark.parametrize("method", ["direct", "buffered", "auto"])
+def test_every_way_of_reading_gives_the_same_bytes(files: dict[Path, bytes], method: Method) -> None:
+    """Past the page cache at any offset and length, to the last odd byte of a file."""
+    for path, content in files.items():
+        source = direct_and_buffered(method, path, content)
+        target = bytearray(777)
+        read_pieces([(path.name, len(content) - 777, memoryview(target))], 1, source=source)
+        assert bytes(target) == content[-777:]
+        if method != "auto":
+            assert set(source.usage.counts()) <= {method, "buffered"}
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(100_000))
+    source = LocalFiles(tmp_path)
+    source.stat("shard")
+    read_pieces([("shard", 0, memoryview(bytearray(10)))], 1, source=source)
+    with path.open("r+b") as stream:
+        stream.seek(50_000)
+        stream.write(b"x")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(Refused) as refused:
+        read_pieces([("shard", 0, memoryview(bytearray(10)))], 1, source=source)
+    assert refused.value.findings[0].code == "changed-file"
+
+
+def test_the_faster_way_is_found_by_trying_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads through the cache first, then past it; whichever took less time for as many bytes is kept to."""
+    for cost, chosen in (({"buffered": 1.0, "direct": 0.5}, "direct"), ({"buffered": 1.0, "direct": 2.0}, "buffered")):
+        trial = local.Trial()
+        now_s = 0.0
+        for _ in range(200):
+            method = trial.method()
+            started_s, now_s = now_s, now_s + cost[method] * (8 << 20) / 1e9
+            trial.took(method, 8 << 20, started_s, now_s)
+        assert trial.method() == chosen
+        assert "GB/s" in trial.verdict
+    quick = local.Trial()
+    quick.took("buffered", 8 << 20, 0.0, 1.0)
+    assert (quick.method(), quick.verdict) == ("buffered", ""), "little is read: the cache serves the next start"
