@@ -45,14 +45,18 @@ def main() -> None:
         home(name)
         files = [path for place in (CORPUS / name, Path("build/fuzz") / name) for path in place.glob("*")]
         seen: set[tuple[str, int, int]] = set()
-        kept = 0
+        kept: set[str] = set()
         for data in sorted({path.read_bytes() for path in files}, key=lambda data: (len(data), data)):
             new = steps(target, data) - seen
-            if new and kept < MOST_FILES:
-                kept += 1
-                (CORPUS / name / f"{sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
+            if new and len(kept) < MOST_FILES:
+                own = f"{sha256(data).hexdigest()[:16]}.bin"
+                kept.add(own)
+                (CORPUS / name / own).write_bytes(data)
             seen |= new
-        print(f"{name}: {kept} of {len(files)} files reach {len(seen):,} steps")
+        for path in (CORPUS / name).glob("*.bin"):
+            if len(path.stem) == 16 and path.name not in kept:  # files with names in words were faults, and stay
+                path.unlink()
+        print(f"{name}: {len(kept)} of {len(files)} files reach {len(seen):,} steps")
 
 
 if __name__ == "__main__":
