@@ -218,6 +218,25 @@ TINY: dict[str, Tiny] = {
             route_scale=1.7,
         )
     ),
+    "laguna": Tiny(_moe("laguna", num_experts=8, shared_expert_intermediate_size=24)),
+    "laguna-heads": Tiny(
+        _moe(
+            "laguna",
+            num_experts=8,
+            shared_expert_intermediate_size=24,
+            moe_router_logit_softcapping=2.0,
+            moe_routed_scaling_factor=1.7,
+            gating="per-element",
+            num_attention_heads_per_layer=[4, 2, 8],
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=7,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 70000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            },
+            mlp_layer_types=["sparse", "dense", "sparse"],
+        )
+    ),
     "axk1": Tiny(_without(_moe("axk1", **GROUPED, **LATENT), "head_dim", first_k_dense_replace=1)),
 }
 MESHES: dict[str, tuple[str, ...]] = {
@@ -233,6 +252,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "minimax_m2": ("tp2", "tp2 ep2", "pp2"),
     "dots1": ("tp2 ep2",),
     "flint": ("tp2 ep2", "pp2"),
+    "laguna-heads": ("tp2", "tp2 ep2", "pp2"),
     "hy_v3": ("tp2", "tp2 ep2"),
     "afmoe": ("tp2", "tp2 ep2", "pp2"),
     "axk1": ("tp2 ep2", "pp2"),

@@ -51,6 +51,7 @@ MODULES = (  # one line a family
     "kimi_k25",
     "kimi_k3",
     "kimi_linear",
+    "laguna",
     "lara_mini",
     "latent_kin",
     "lfm2",

@@ -18,6 +18,11 @@ from firstlight.engine.model.spec import Temperature
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.kernels.attention.reference import visible
 
+GATES = {
+    "sigmoid": torch.sigmoid,
+    "softplus": lambda gate: torch.nn.functional.softplus(gate.float()).to(gate.dtype),
+}
+
 
 class Attention:
     """x [T, H] -> [T, H]; this rank's heads, summed over tp. Keys and values go to `cache` (k, v) first."""
@@ -48,7 +53,7 @@ class Attention:
         if self.spec.v_scale != 1.0:
             out_TNV = out_TNV * self.spec.v_scale
         if gate_TNV is not None:
-            out_TNV = out_TNV * torch.sigmoid(gate_TNV)
+            out_TNV = out_TNV * GATES[self.spec.gate_by](gate_TNV)
         out_TH = batch.comms.tp.all_reduce(self._o(out_TNV.reshape(x_TH.shape[0], -1)))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 

@@ -27,12 +27,12 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     Values are `v_dim` wide (None: `head_dim`) and multiplied by `v_scale`. With `fused` the rows of a key head, of its
     queries and of its value stand together in one matrix (GPT-NeoX, Falcon); with `keys_as_values` values are the keys
-    as projected (Gemma 4). What is projected, and normed, is clamped
-    to +-`clip`. `qk_norm` goes over each head ("head"), over each head with a weight per head ("heads"), or over all
-    heads of a token together ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the
-    keys at or before it, the last `window` of them, or those of its own `chunk` of positions; with `whole_pictures`
-    also those behind it that are of the same picture. With a `gate` what a head gives is multiplied by sigmoid(W_g x),
-    element by element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
+    as projected (Gemma 4). What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes over each head
+    ("head"), over each head with a weight per head ("heads"), or over all heads of a token together ("width"), in front
+    of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of
+    them, or those of its own `chunk` of positions; with `whole_pictures` also those behind it that are of the same
+    picture. With a `gate` what a head gives is multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by
+    element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
     """
 
     num_heads: int
@@ -59,6 +59,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     causal: bool = True
     whole_pictures: bool = False
     gate: Literal["query", "own", "head"] | None = None
+    gate_by: Literal["sigmoid", "softplus"] = "sigmoid"
 
     @property
     def value_dim(self) -> int:
