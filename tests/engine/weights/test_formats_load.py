@@ -231,3 +231,36 @@ def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
     assert labels["layers.0.ffn.experts.0.gate.weight"] == "packed INT"
     assert "layers.1.ffn.gate.weight" not in labels, "the dense layer is in no group"
     loaded_is(tmp_path, ledger, values, Mesh(tp=2, ep=2))
+
+
+@pytest.mark.parametrize(("intermediate", "mesh"), [(192, Mesh()), (384, Mesh(tp=4))], ids=["partial", "cut"])
+def test_blocks_of_128(intermediate: int, mesh: Mesh, tmp_path: Path) -> None:
+    """[192, 256] has 2 x 2 scales, the last of partial blocks; 384 channels over 4 ranks end inside blocks."""
+    sizes = {"hidden_size": 256, "intermediate_size": intermediate, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    config = {
+        **MODELS["llama"],
+        **sizes,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    values = synthesize(config, tmp_path)
+    ledger = settle(tmp_path)
+    assert ledger.findings == ()
+    packed = ledger.sources["layers.0.ffn.gate.weight"].packed
+    assert packed is not None
+    assert packed.tensors[1].shape == (-(-intermediate // 128), 2)
+    loaded_is(tmp_path, ledger, values, mesh)
+
+
+def test_a_scale_that_the_index_does_not_list_is_used_all_the_same(tmp_path: Path) -> None:
+    """Headers are the truth: said, and read; never a scale of one in its place."""
+    _, values = written("llama", CONFIGS["fp8-blocks"], tmp_path, shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    del index["weight_map"][scale]
+    path.write_text(json.dumps(index))
+    found = [(finding.code, finding.severity, finding.tensors) for finding in Checkpoint.open(tmp_path).findings]
+    assert ("unlisted-tensor", "warning", (scale,)) in found
+    ledger = settle(tmp_path)
+    assert ledger.complete
+    loaded_is(tmp_path, ledger, values, Mesh(tp=2))
