@@ -41,7 +41,8 @@ class ForwardBatch:
     sequence has no token in the cache (`attention.kv_lens[b] == attention.query_lens[b]`): blocks begin at zero then.
     `attention` knows lengths, pages and where each token's entry goes. `logit_rows` picks the rows whose logits are
     wanted (None: all). `rope_lens` are the lengths by which stretched rotary positions choose their frequencies (None:
-    each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow). `rotary`
+    each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow, also where
+    an indexer chooses among equal scores). `rotary`
     keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it. `handed` is what a layer
     leaves for those behind it beside the stream: `chosen`, the keys [T, k] that the last indexer chose, and `chosen.i`,
     those that layer i chose; `deep`, picture features that are added behind the first layers. Where a batch has

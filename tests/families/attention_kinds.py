@@ -41,7 +41,7 @@ def _latent(model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def _sparse(model_type: str, **more: Any) -> dict[str, Any]:
-    """Eight index heads: with fewer, scores of exactly zero would leave the choice open."""
+    """Eight index heads: with fewer, many scores are exactly zero, and single steps choose others of them."""
     return _latent(
         model_type,
         **{"n_group": 1, "topk_group": 1, "index_n_heads": 8, "index_head_dim": 12, "index_topk": 10, **more},
@@ -167,6 +167,8 @@ TINY: dict[str, Tiny] = {
         )
     ),
     "deepseek_v32": Tiny(_sparse("deepseek_v32", n_group=4, topk_group=2), 40),
+    # One index head: half of the scores are exactly zero, and the choice among them is torch's, of the same row.
+    "deepseek_v32-ties": Tiny(_sparse("deepseek_v32", num_hidden_layers=2, index_n_heads=1, index_topk=6), 40),
     "deepseek_v4": Tiny(
         _kind(
             "deepseek_v4",
@@ -346,7 +348,7 @@ TINY: dict[str, Tiny] = {
     ),
 }
 MESHES: dict[str, tuple[str, ...]] = {
-    "deepseek_v2": ("tp2 ep2",),
+    "deepseek_v2": ("tp2 ep2", "pp2"),
     "deepseek_v4": ("tp2 ep2", "pp2"),
     "deepseek_v32": ("tp2", "pp2 ep2"),
     "glm4_moe": ("tp2 ep2", "pp2"),
@@ -362,11 +364,12 @@ MESHES: dict[str, tuple[str, ...]] = {
     "starcoder2": ("tp2 pp2",),
     "gemma4": ("tp2",),
     "glm": ("tp4",),
+    "glm4": ("tp2 pp2",),
     "gpt2": ("tp2", "pp2"),
     "granite": ("tp2 pp2",),
     "llama4": ("tp2 ep2", "pp2"),
-    "olmo2": ("tp2", "tp4"),  # two key heads: at tp 4 each counts twice in the mean of squares
+    "olmo2": ("tp2 pp2", "tp4"),  # two key heads: at tp 4 each counts twice in the mean of squares
     "phi": ("tp2 pp2",),
-    "phi3": ("tp2",),
+    "phi3": ("tp2 pp2",),
 }
 STEPPED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "gemma3", "gpt2", "llama4", "ministral3", "olmo3")

@@ -103,7 +103,10 @@ def _experts(config: Config) -> dict[str, MoE]:
     act, scale = f"clamped({limit:g},1,0)", float(config.get("routed_scaling_factor", 1.5))
     scoring = config.only("scoring_func", "sqrtsoftplus", "sigmoid", "softmax", default="sqrtsoftplus")
     shared = MLP(intermediate=config.size("moe_intermediate_size"), activation=act)
-    choices = {"hash_moe": {"hashed": config.size("vocab_size")}, "moe": {"correction_bias": True}}
+    choices: dict[str, dict[str, Any]] = {
+        "hash_moe": {"hashed": config.size("vocab_size")},
+        "moe": {"correction_bias": True},
+    }
     return {
         kind: mixture(config, router(config, scoring=scoring, scale=scale, **choice), shared=shared, activation=act)
         for kind, choice in choices.items()

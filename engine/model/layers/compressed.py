@@ -15,6 +15,7 @@ from torch import Tensor
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.indexer import best, marks, row_length
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.rope import angles, angles_at
 from firstlight.engine.model.spec import Rope
@@ -162,8 +163,9 @@ class SpanIndexer:
             scores_tNM = torch.relu(torch.einsum("tnd,md->tnm", q_TND[rows].float(), keys[b].float()))
             scores_tM = torch.einsum("tn,tnm->tm", weights_TN[rows], scores_tNM)
             closed_tM = closed(meta, b, spec.compressor.rate, x_TH.device)
-            best_tk = scores_tM.masked_fill(~closed_tM, float("-inf")).topk(min(spec.topk, len(keys[b])), dim=-1)
-            found.append(torch.zeros_like(closed_tM).scatter_(1, best_tk.indices, True) & closed_tM)
+            scores_tM = scores_tM.masked_fill(~closed_tM, float("-inf"))
+            row = row_length(batch, b) // spec.compressor.rate
+            found.append(marks(best(scores_tM, min(spec.topk, row), row), len(keys[b])))
         return found
 
 

@@ -7,6 +7,7 @@ k keys chosen.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.engine.model import spec as specs
@@ -21,8 +22,8 @@ from firstlight.kernels.attention.reference import cached, visible
 class Indexer:
     """x [T, H] and the query's latent [T, Q] -> positions [T, k] of the keys to attend to; -1 where there are fewer.
 
-    Its own keys go to `cache` first. Scores are computed in float32; which of two keys with exactly the same score is
-    chosen is not part of the contract.
+    Its own keys go to `cache` first. Scores are computed in float32. Which of two keys with exactly the same score is
+    chosen is torch's affair, and depends on how long the row of scores is: see `best`.
     """
 
     def __init__(self, spec: specs.Indexer, weights: Access) -> None:
@@ -43,7 +44,9 @@ class Indexer:
             rows = slice(start, start + query_len)
             k_LD = cached(cache, meta, b)[0].float()
             scores_tNL = torch.relu(torch.einsum("tnd,ld->tnl", q_TND[rows].float(), k_LD))
-            found.append(_best(torch.einsum("tn,tnl->tl", weights_TN[rows], scores_tNL), width(meta, spec)))
+            scores_tL = torch.einsum("tn,tnl->tl", weights_TN[rows], scores_tNL)
+            scores_tL = scores_tL.masked_fill(~visible(query_len, meta.kv_lens[b], None, x_TH.device), float("-inf"))
+            found.append(best(scores_tL, width(meta, spec), row_length(batch, b)))
             start += query_len
         return torch.cat(found)
 
@@ -53,22 +56,33 @@ def width(meta: AttentionMeta, spec: specs.Indexer) -> int:
     return min(spec.topk, meta.max_kv_len)
 
 
-def _best(scores_tL: Tensor, columns: int) -> Tensor:
-    """Positions of the best keys at or before each token, int64 [t, columns], -1 for none."""
-    query_len, kv_len = scores_tL.shape
-    scores_tL = scores_tL.masked_fill(~visible(query_len, kv_len, None, scores_tL.device), float("-inf"))
-    values_tk, chosen_tk = scores_tL.topk(min(columns, kv_len), dim=-1)
+def row_length(batch: ForwardBatch, b: int) -> int:
+    """How long the reference's row of scores is for sequence b: as long as the sequence, or as a padded batch."""
+    return max(batch.attention.kv_lens[b], batch.rope_lens[b] if batch.rope_lens else 0)
+
+
+def best(scores_tL: Tensor, columns: int, row: int) -> Tensor:
+    """Places of the best finite scores, int64 [t, columns], -1 for none.
+
+    Scores of exactly zero are common (no head looks at the key). torch chooses among equals by their places in a row of
+    `row` scores, which is the same here and in a reference that pads, so that comparisons are not about that.
+    """
+    scores_tR = F.pad(scores_tL, (0, row - scores_tL.shape[1]), value=float("-inf"))
+    values_tk, chosen_tk = scores_tR.topk(min(columns, row), dim=-1)
     chosen_tk = chosen_tk.masked_fill(values_tk == float("-inf"), -1)
-    return torch.nn.functional.pad(chosen_tk, (0, columns - chosen_tk.shape[1]), value=-1)
+    return F.pad(chosen_tk, (0, columns - chosen_tk.shape[1]), value=-1)
+
+
+def marks(chosen_tk: Tensor, keys: int) -> Tensor:
+    """Places [t, k] as a mask: bool [t, keys]."""
+    found = torch.zeros(len(chosen_tk), keys + 1, dtype=torch.bool, device=chosen_tk.device)
+    return found.scatter_(1, chosen_tk.where(chosen_tk >= 0, keys), True)[:, :keys]
 
 
 def chosen_keys(chosen_Tk: Tensor, meta: AttentionMeta) -> tuple[Tensor, ...]:
     """Positions [T, k] as `selective_attention` takes them: bool [t, L] a sequence."""
     seen, start = [], 0
     for query_len, kv_len in zip(meta.query_lens, meta.kv_lens, strict=True):
-        own_tk = chosen_Tk[start : start + query_len]
-        marks = torch.zeros(query_len, kv_len + 1, dtype=torch.bool, device=chosen_Tk.device)
-        marks.scatter_(1, own_tk.where(own_tk >= 0, kv_len), True)
-        seen.append(marks[:, :kv_len])
+        seen.append(marks(chosen_Tk[start : start + query_len], kv_len))
         start += query_len
     return tuple(seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,4 +79,9 @@ class HeadNorm:
         return self._norm(x_TND)
 
 
-QK_NORMS = {"head": HeadNorm, "heads": HeadsNorm, "width": WidthNorm}
+QkNorm = HeadNorm | HeadsNorm | WidthNorm
+QK_NORMS: Mapping[str, Callable[[NormSpec, Access], QkNorm]] = {
+    "head": HeadNorm,
+    "heads": HeadsNorm,
+    "width": WidthNorm,
+}

@@ -94,7 +94,8 @@ class _Shares:
     def __init__(self, norm_eps: float, weights: Access, sizes: tuple[int, ...]) -> None:
         self._norm_eps, self._sizes = norm_eps, sizes
         self._project_RS, self._base_R = weights.tensor("project").float(), weights.tensor("base").float()
-        self._scale_R = weights.tensor("scale").float().repeat_interleave(torch.tensor(sizes))
+        scales = weights.tensor("scale").float()
+        self._scale_R = torch.cat([scale.expand(size) for scale, size in zip(scales, sizes, strict=True)])
 
     def __call__(self, x_TPH: Tensor) -> tuple[Tensor, ...]:
         x_TS = x_TPH.flatten(1).float()
