@@ -26,16 +26,16 @@ from firstlight.engine.model.layers.short_conv import ShortConv
 from firstlight.engine.model.layers.side_by_side import SideBySide
 
 MIXERS = {  # one line a block
-    specs.RgLru: RgLru,
-    specs.SideBySide: SideBySide,
-    specs.Mamba: Mamba,
-    specs.ShortConv: ShortConv,
-    specs.Lightning: Lightning,
     specs.Attention: Attention,
     specs.CompressedAttention: CompressedAttention,
     specs.GatedDelta: GatedDelta,
-    specs.Mamba2: Mamba2,
+    specs.Lightning: Lightning,
     specs.MLA: MLA,
+    specs.Mamba2: Mamba2,
+    specs.Mamba: Mamba,
+    specs.RgLru: RgLru,
+    specs.ShortConv: ShortConv,
+    specs.SideBySide: SideBySide,
 }
 FEED_FORWARDS = {specs.MLP: MLP, specs.MoE: MoE}
 

@@ -24,7 +24,7 @@ from firstlight.engine.model.spec.rope import Rope
 from firstlight.engine.model.spec.short_conv import ShortConv
 from firstlight.engine.model.spec.side_by_side import SideBySide
 
-Mixer = Attention | CompressedAttention | MLA | GatedDelta | Mamba2 | Lightning | ShortConv | Mamba | SideBySide | RgLru
+Mixer = Attention | CompressedAttention | GatedDelta | Lightning | MLA | Mamba | Mamba2 | RgLru | ShortConv | SideBySide
 
 
 FeedForward = MLP | MoE
