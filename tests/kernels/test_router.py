@@ -6,14 +6,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV4Config,
+    Ernie4_5_MoeConfig,
+    GptOssConfig,
+    Kolibri1Config,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.phimoe.modeling_phimoe import sparsemixer as theirs_sparsemixer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from firstlight.kernels.registry import implementations
 from firstlight.kernels.router_topk.cases import by_expert
+from firstlight.kernels.router_topk.reference import sparsemixer
 
 ROUTERS = {one.name: one.load() for one in implementations("router_topk") if one.name in ("reference", "triton")}
 seeds = st.integers(0, 2**32 - 1)
@@ -93,6 +106,64 @@ def test_gpt_oss(name: str, seed: int, top_k: int) -> None:
     config = GptOssConfig(hidden_size=24, num_local_experts=12, num_experts_per_tok=top_k)
     theirs = routed(GptOssTopKRouter(config), seed)
     same(ROUTERS[name](theirs[0], None, top_k, score_chosen=True), theirs)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(seed=seeds, top_k=st.integers(1, 6), least=st.floats(1e-6, 0.9))
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_ernie_divides_by_no_less_than_its_floor(name: str, seed: int, top_k: int, least: float) -> None:
+    router = Ernie4_5_MoeTopKRouter(
+        Ernie4_5_MoeConfig(hidden_size=24, moe_num_experts=12, moe_k=top_k, moe_norm_min=least)
+    )
+    theirs = routed(router, seed)
+    bias = router.moe_statics.e_score_correction_bias.detach()[0]
+    same(ROUTERS[name](theirs[0], bias, top_k, eps=0.0, floor=least), theirs)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(seed=seeds, top_k=st.integers(1, 6), normalize=st.booleans())
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_kolibri_chooses_by_logit_and_bias(name: str, seed: int, top_k: int, normalize: bool) -> None:
+    router = Kolibri1TopKRouter(
+        Kolibri1Config(hidden_size=24, num_local_experts=12, num_experts_per_tok=top_k, norm_topk_prob=normalize)
+    )
+    theirs = routed(router, seed)
+    bias = router.e_score_correction_bias
+    ours = ROUTERS[name](theirs[0], bias, top_k, "sigmoid", normalize, score_chosen=True, eps=0.0)
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(seed=seeds, top_k=st.integers(1, 6), scoring=st.sampled_from(("sqrtsoftplus", "sigmoid")))
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_deepseek_v4(name: str, seed: int, top_k: int, scoring: str) -> None:
+    """By score and bias, and by a table of token ids."""
+    config = DeepseekV4Config(
+        hidden_size=24, n_routed_experts=12, num_experts_per_tok=top_k, scoring_func=scoring, vocab_size=31
+    )
+    router = DeepseekV4TopKRouter(config)
+    theirs = routed(router, seed)
+    scale = config.routed_scaling_factor
+    same(ROUTERS[name](theirs[0], router.e_score_correction_bias, top_k, scoring, scale=scale), theirs)
+    table = DeepseekV4HashRouter(config)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        table.weight.copy_(torch.randn(table.weight.shape, generator=random))
+        table.tid2eid.copy_(torch.rand(31, 12, generator=random).argsort(-1)[:, :top_k])
+        ids = torch.randint(31, (5,), generator=random)
+        theirs = table(torch.randn(5, 24, generator=random), ids)
+    chosen = table.tid2eid[ids]
+    same(ROUTERS[name](theirs[0], None, top_k, scoring, scale=scale, chosen_Tk=chosen), theirs)
+
+
+@given(seed=seeds, experts=st.integers(2, 20), jitter=st.floats(0.0, 2.0), size=st.sampled_from((0.1, 1.0, 30.0)))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_sparsemixer(seed: int, experts: int, jitter: float, size: float) -> None:
+    logits = torch.randn(9, experts, generator=torch.Generator().manual_seed(seed)) * size
+    weights, ids = sparsemixer(logits, jitter)
+    expected, expected_ids = theirs_sparsemixer(logits, jitter, training=False)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
