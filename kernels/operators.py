@@ -67,6 +67,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _implementation("linear_attention", "triton", with_triton),
     _implementation("linear_attention", "chunked", anywhere),
     _implementation("linear_attention", "reference", anywhere),
+    _implementation("selective_scan", "triton", with_triton),
     _implementation("selective_scan", "batched", anywhere),
     _implementation("selective_scan", "reference", anywhere),
     _implementation("router_topk", "triton", with_triton),
