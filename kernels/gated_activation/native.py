@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from firstlight.kernels.gated_activation import reference
 from firstlight.kernels.gated_activation.names import split
 from firstlight.kernels.native.build import function
 
@@ -19,6 +20,8 @@ KINDS: Mapping[str, int] = MappingProxyType({name: number for number, name in en
 def gated_activation(gate_up_T2F: Tensor, activation: str = "silu") -> Tensor:
     """See the reference for the contract; `gate_up_T2F` is bfloat16."""
     assert gate_up_T2F.dtype == torch.bfloat16, gate_up_T2F.dtype
+    if reference.ACTIVATIONS.is_added(activation):
+        return reference.gated_activation(gate_up_T2F, activation)
     x_T2F = gate_up_T2F.contiguous()
     F = x_T2F.shape[-1] // 2
     y_TF = torch.empty((*x_T2F.shape[:-1], F), dtype=torch.bfloat16)

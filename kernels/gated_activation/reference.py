@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firstlight.kernels.gated_activation.known import Activations
 from firstlight.kernels.gated_activation.names import split
 
 
@@ -24,7 +25,7 @@ def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+ACTIVATIONS = Activations(
     {
         "silu": F.silu,
         "gelu": F.gelu,

@@ -17,9 +17,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--manifest", metavar="FILE", help="write the hash of every tensor and side file (implies --deep)"
     )
     parser.add_argument("--against", metavar="FILE", help="compare with such a file, of any machine (implies --deep)")
+    parser.add_argument("--propose", metavar="FILE", help="write a draft family file for an unknown architecture")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
+    if arguments.propose is not None:
+        from firstlight.workbench.propose import propose
+
+        return propose(arguments.checkpoint, arguments.propose)
     from firstlight.workbench.scan import scan
 
     return scan(
