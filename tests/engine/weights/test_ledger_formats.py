@@ -12,7 +12,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.safetensors_file import Tensor, read
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.accounts import fatal, one, quantize, settle
 from tests.engine.weights.files import LLAMA
@@ -52,13 +52,6 @@ def two_shards(tmp_path: Path) -> Path:
     """A quantized toy in two shards: FP8 weights with their scales, and a configuration that says so."""
     config = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     synthesize(config, tmp_path, shards=2)
-    weight_map = {}
-    for path in sorted(tmp_path.glob("*.safetensors")):
-        tensors = read(path)
-        quantize(tensors)
-        write(path, tensors)
-        weight_map.update(dict.fromkeys(tensors, path.name))
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return tmp_path
 
 
