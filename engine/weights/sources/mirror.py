@@ -80,7 +80,7 @@ def mirror(url: str, keep: bool = False, whole: bool = False, cache: Path | None
     if keep or whole:
         _write(directory, Pointer(url, files, keep=True))
     if whole:
-        fetch_all(KeptFiles(far, directory, keep=True), tuple(n for n in names if n.endswith(WEIGHTS)))
+        complete(directory)
     return directory
 
 
@@ -90,6 +90,14 @@ def open_source(directory: Path, retry: Retry | None = None) -> ByteSource:
     if pointer is None:
         return LocalFiles(directory)
     return KeptFiles(_open_url(pointer.url, pointer.pinned, retry), directory, pointer.keep)
+
+
+def complete(directory: Path) -> None:
+    """Fetch what weights of a mirrored checkpoint are not here yet, for those who read files; else nothing."""
+    pointer = read_pointer(directory)
+    if pointer is not None:
+        shards = tuple(name for name in pointer.files if name.endswith(WEIGHTS))
+        fetch_all(KeptFiles(_open_url(pointer.url, pointer.pinned), directory, keep=True), shards)
 
 
 def read_pointer(directory: Path) -> Pointer | None:
