@@ -7,6 +7,10 @@ from firstlight.engine.model.families.mixtures import mixture, router
 from firstlight.engine.model.rules import rule
 from firstlight.engine.model.spec import MLP, FeedForward, Mixer, ModelSpec, Norm, ShortConv
 
+# Keys of the first releases that repeat others, or speak of how weights were drawn.
+IDLE = """block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init conv_dim conv_dim_out
+conv_use_xavier_init num_heads""".split()  # noqa: SIM905
+
 
 def width(config: Config) -> int:
     """Channels of the dense feed-forward; the first releases state them before a correction that is made here."""
@@ -30,6 +34,10 @@ def attention_layers(config: Config) -> set[int]:
 
 
 def spec(config: Config) -> ModelSpec:
+    for key in IDLE:
+        config.get(key)
+    config.only("block_use_swiglu", True, default=True)
+    config.only("use_pos_enc", True, default=True)
     norm = Norm(eps=config.positive("norm_eps", config.get("norm_eps", 1e-5)))
     attention = gqa(config, rope=rope(config, head_dim(config), 1e6), qk_norm=norm)
     bias, full = bool(config.get("conv_bias", False)), attention_layers(config)

@@ -47,6 +47,7 @@ def positions(config: Config, dim: int) -> Rope:
 def attention(config: Config) -> Attention:
     """Softmax attention whose output is gated; the gate stands behind the query of each head."""
     config.only("attn_output_gate", True, default=True)
+    config.only("use_sliding_window", False, default=False)
     size, bias = int(config.get("head_dim", 256)), bool(config.get("attention_bias", False))
     return gqa(
         config,

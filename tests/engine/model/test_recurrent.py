@@ -11,6 +11,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.constraints import violations
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.plan import totals
@@ -59,6 +60,112 @@ def test_the_totals_of_qwen3_5() -> None:
     assert found.mtp_parameters == experts + attention + 2 * 4096 + 3 * 4096 + 2 * 4096 * 4096
     assert found.kv_bytes_per_token == 15 * 2 * 2 * 256 * 2, "15 layers of attention, K and V, 2 heads of 256, bf16"
     assert found.state_bytes_per_sequence == 45 * 64 * 128 * 128 * 4, "45 layers, 64 heads of 128 x 128, float32"
+
+
+KIMI_LINEAR = {
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [index for index in range(1, 27) if index % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h",
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "mamba_ssm_cache_dtype": "float32",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 128,
+    "time_step_limit": [0.0, float("inf")],
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+LFM2_1B2 = {
+    "model_type": "lfm2",
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "block_use_swiglu": True,
+    "conv_L_cache": 3,
+    "conv_dim": 2048,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters"),
+    [
+        (KIMI_LINEAR, 49_122_681_728),  # Kimi-Linear-48B-A3B
+        (NEMOTRON_3_NANO, 31_577_940_288),  # Nemotron-3-Nano-30B-A3B
+        (LFM2_1B2, 1_170_340_608),
+    ],
+)
+def test_the_totals_of_other_releases(raw: dict[str, Any], parameters: int) -> None:
+    """49.1, 31.6 and 1.17 billion as published, from the keys that those releases have, none of them unread."""
+    spec, _ = FAMILIES.describe(raw)
+    tied = spec.vocab_size * spec.hidden if spec.tied_head else 0
+    assert sum(kind.elements for kind in census(spec)) - tied == parameters
+    assert not [finding for finding in spec.findings if finding.code == "unread-config-key"]
 
 
 def test_ranks_that_would_cut_a_group_are_refused_and_one_group_is_not() -> None:
