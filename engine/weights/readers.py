@@ -147,7 +147,8 @@ def read_jobs(
     """
     readers = _Readers(source, threads)
     waiting: deque[Job] = deque()
-    coming, in_hand = iter(jobs), 0
+    coming: Iterator[Job] | None = iter(jobs)
+    in_hand = 0
     try:
         while True:
             while coming is not None and (not waiting or in_hand < ahead_bytes):

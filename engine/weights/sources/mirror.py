@@ -72,7 +72,8 @@ def mirror(url: str, keep: bool = False, whole: bool = False, cache: Path | None
         return Path(urlsplit(url).path)
     far = _open_url(url, {})
     names = far.names() or _found_by_name(far)
-    files = {name: (stat.nbytes, stat.version) for name in names if (stat := far.stat(name))}
+    stats = {name: far.stat(name) for name in names}
+    files = {name: (stat.nbytes, stat.version) for name, stat in stats.items()}
     home = (cache or read_settings().cache_dir) / "remote"
     directory = home / _folder(url, files)
     if not _is_complete(directory, files):
