@@ -273,7 +273,7 @@ def decoder_layers(model: Any) -> Any:
     """The decoder's layers, under the names that releases have for them."""
     decoder = model.get_decoder()
     for module in decoder.modules():
-        for name in ("layers", "h"):
+        for name in ("layers", "h", "blocks"):
             if isinstance(found := getattr(module, name, None), torch.nn.ModuleList):
                 return found
     raise unavailable(type(model).__name__, "its decoder has no list of layers")
@@ -287,13 +287,21 @@ def behind_mixer(layer: Any) -> Any | None:
     return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
 
 
+def one_stream(state: Tensor) -> Tensor:
+    """Several residual streams as golden files have them: behind one another, or one where all are alike."""
+    if state.dim() == 3:
+        return state
+    return state[:, :, 0] if torch.equal(state, state[:, :, :1].expand_as(state)) else state.flatten(2)
+
+
 def in_order(states: tuple[Tensor, ...], entered: Tensor, left: Tensor) -> tuple[Tensor, ...]:
     """The embedding, the output of each layer, the last one behind the final norm, as most architectures give them.
 
     Mamba's leave the embedding out and give the last layer twice, in front of the norm and behind it. `entered` and
     `left` are input and output of the first layer.
     """
-    return (entered, *states[:-2], states[-1]) if torch.equal(states[0], left) else states
+    states = (entered, *states[:-2], states[-1]) if torch.equal(states[0], left) else states
+    return tuple(one_stream(state) for state in states)
 
 
 def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

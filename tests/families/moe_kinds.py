@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.families.tiny import Tiny, llama, rope
+from tests.families.tiny import VOCAB, Tiny, llama, rope
 
 GROUPED = {
     "n_routed_experts": 8,
@@ -143,6 +143,19 @@ TINY: dict[str, Tiny] = {
             rms_norm_eps=1e-3,
         )
     ),
+    "dbrx": Tiny(
+        {
+            "model_type": "dbrx",
+            "vocab_size": VOCAB,
+            "d_model": 40,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 5000.0},
+            "ffn_config": {"ffn_hidden_size": 20, "moe_num_experts": 4, "moe_top_k": 2},
+            **rope("default", 5000.0),
+        }
+    ),
     # some experts free of charge
     "longcat_flash": Tiny(
         _moe(
@@ -247,6 +260,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("tp2", "ep2", "tp2 ep2", "pp2"),
     "granitemoeshared": ("tp2 ep2", "pp2"),
     "cohere2_moe-dense": ("tp2", "tp2 ep2", "pp2"),
+    "dbrx": ("tp2 ep2", "pp2"),
     "longcat_flash": ("tp2", "tp2 ep2", "pp2"),
     "phimoe": ("tp2", "tp2 ep2", "pp2"),
     "minimax_m2": ("tp2", "tp2 ep2", "pp2"),

@@ -24,6 +24,7 @@ MODULES = (  # one line a family
     "bamba",
     "cohere",
     "cohere2_moe",
+    "dbrx",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
