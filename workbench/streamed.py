@@ -22,6 +22,7 @@ from torch import Tensor
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.sources.mirror import complete
 from firstlight.engine.weights.unpacked import Unpacked
 from firstlight.workbench.reference import (
     DTYPES,
@@ -32,6 +33,7 @@ from firstlight.workbench.reference import (
     decoder_layers,
     features_of,
     load_transformers,
+    one_stream,
     pictures_of,
     quiet,
     refuse_random,
@@ -41,7 +43,7 @@ from firstlight.workbench.reference import (
 
 MEMORY_SHARE = 0.5  # of what is available, that a whole reference may take
 TEXT_LAYER = re.compile(r"^(?!.*vision).*?layers\.(\d+)\.")
-TEXT_PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")
+TEXT_PREFIX = re.compile(r"^((model\.)?(language_model|text_model)\.(model\.)?|model\.)?")
 
 
 def _is_dense(config: Any, index: int) -> bool:
@@ -78,15 +80,16 @@ class StreamedReference:
         transformers = load_transformers()
         with quiet():
             config = without_quantization(transformers.AutoConfig.from_pretrained(directory, local_files_only=True))
-        kind = config.get_text_config().model_type
-        if kind not in ONE_LAYER:
+        text = config.get_text_config()
+        kind, by_grid = text.model_type, "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+        if kind not in ONE_LAYER or (by_grid and hasattr(config, "vision_config")):  # positions need the whole prompt
             raise Refused(
                 fatal(
                     "not-available",
-                    f"the reference of model type {kind} cannot be run layer by layer",
+                    f"the reference of model type {config.model_type} cannot be run layer by layer",
                     file=str(directory),
-                    expected=", ".join(sorted(ONE_LAYER)),
-                    found=kind,
+                    expected=f"a text of {', '.join(sorted(ONE_LAYER))}, pictures placed like text",
+                    found=f"{kind}, positions by the grids of pictures" if by_grid else kind,
                     next="run it whole where it fits, or verify against a golden file (--golden)",
                 )
             )
@@ -129,11 +132,11 @@ class StreamedReference:
                 given = state if forced is None else torch.from_numpy(forced[f"hidden.{index}"])
                 state, out = self._run_part(model, index, tensors, given)
                 if index == 0:
-                    found["hidden.0"] = out.hidden_states[0].float().numpy()
+                    found["hidden.0"] = one_stream(out.hidden_states[0]).float().numpy()
                     if len(pictures := pictures_of(tensors)):
                         found["image_features"] = features_of(model, pictures)
                 shown = out.hidden_states[-1] if index == last else state
-                found[f"hidden.{index + 1}"] = shown.float().numpy()
+                found[f"hidden.{index + 1}"] = one_stream(shown).float().numpy()
                 if index == last:
                     found["logits"] = out.logits.float().numpy()
         return found
@@ -225,6 +228,7 @@ def open_reference(
         streamed = needed_bytes > MEMORY_SHARE * psutil.virtual_memory().available
     if streamed:
         return StreamedReference.open(checkpoint.directory, dtype=dtype)
+    complete(Path(checkpoint.directory))
     return Reference.open(checkpoint.directory, dtype=dtype, trust_remote_code=trust_remote_code)
 
 

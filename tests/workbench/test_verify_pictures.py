@@ -1,0 +1,28 @@
+"""Verification against transformers without a golden file, for towers of each kind of input."""
+
+from pathlib import Path
+
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.workbench.verify import verify
+from tests import vision_checkpoints as vision
+
+
+@pytest.mark.parametrize(
+    ("name", "streamed"),
+    [("qwen3_vl", False), ("internvl", False), ("idefics3", True), ("mistral3", True), ("llava_next", True)],
+)
+def test_against_transformers(tmp_path: Path, name: str, streamed: bool) -> None:
+    home = vision.build(name, tmp_path)
+    report = verify(EngineOptions(checkpoint=str(home)), reference="transformers", streamed=streamed)
+    assert report.status == "passed"
+    assert "random image_features" in {check.name for check in report.checks}
+
+
+def test_positions_by_grid_are_not_streamed(tmp_path: Path) -> None:
+    """Layer by layer the reference would not see the prompt that its positions come from."""
+    home = vision.build("qwen3_5", tmp_path)
+    with pytest.raises(Refused, match="layer by layer"):
+        verify(EngineOptions(checkpoint=str(home)), reference="transformers", streamed=True)
