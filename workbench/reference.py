@@ -216,6 +216,27 @@ def load_transformers() -> Any:
     return transformers
 
 
+def without_memory(directory: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """transformers' own module of a checkpoint, in bfloat16, within the mode of fake tensors that is on: shapes alone.
+
+    Experts are multiplied all at once, which can be shaped without knowing who was chosen. Raises `Refused`.
+    """
+    transformers = load_transformers()
+    with quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            text = config.get_text_config()
+            text._experts_implementation = "batched_mm"
+            kind = transformers.AutoModelForCausalLM
+            if hasattr(config, "vision_config"):
+                kind = transformers.AutoModelForImageTextToText
+            return kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.bfloat16)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise unavailable(directory, str(error).splitlines()[0]) from error
+
+
 def part_of_transformers(name: str) -> Any:
     """One of its modules, by its name below the package."""
     load_transformers()
@@ -338,7 +359,9 @@ def replace_input(states: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
         own = args[0] if args else kwargs["hidden_states"]
         given = states.to(own.dtype)
         if given.dim() < own.dim():  # several residual streams: behind one another, or all alike
-            given = given.view_as(own) if given.numel() == own.numel() else given.unsqueeze(2).expand_as(own)
+            given = (
+                given.view_as(own) if given.numel() == own.numel() else given.unsqueeze(2).expand_as(own).contiguous()
+            )
         return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
 
     return hook

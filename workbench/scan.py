@@ -41,17 +41,19 @@ def scan(
     manifest: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | None = None,
     keep: Path | None = None,
+    operators: bool = False,
 ) -> Report:
     """Architecture, tensors, formats, operators, gaps and integrity of a checkpoint.
 
     Reads headers, index and side files only; `deep` reads every tensor as well, hashes it, and looks for NaN, infinity
     and scales unlike those of siblings. `manifest` writes the hashes to a file, `against` compares with such a file;
     both imply `deep`. `strict`: a warning fails the scan. `keep`: a run directory that gets the whole ledger, row by
-    row, for the dashboard. Raises `Refused` when the source is no checkpoint at all, or
-    `against` no manifest; everything else that is wrong is a failed check.
+    row, for the dashboard. `operators`: what the reference's own code computes and what serves it here. Raises
+    `Refused` when the source is no checkpoint at all, or `against` no manifest; everything else that is wrong is a
+    failed check.
     """
     with uncollected():
-        return _scan(source, deep, progress or Progress(), strict, manifest, against, keep)
+        return _scan(source, deep, progress or Progress(), strict, manifest, against, keep, operators)
 
 
 def _scan(
@@ -62,6 +64,7 @@ def _scan(
     manifest: str | os.PathLike[str] | None,
     against: str | os.PathLike[str] | None,
     keep: Path | None,
+    operators: bool,
 ) -> Report:
     other = _manifest(manifest, against)
     checkpoint = Checkpoint.open(source)
@@ -84,6 +87,10 @@ def _scan(
     _side_files(draft, checkpoint, kinds, sees=described is not None and described[0].vision is not None)
     if deep or manifest is not None or other is not None:
         _deep(draft, checkpoint, progress, manifest, other)
+    if operators:
+        from firstlight.workbench.coverage import coverage
+
+        coverage(draft, checkpoint.directory)
     if strict:
         warnings = sum(finding.severity == "warning" for finding in draft.findings)
         draft.check("no warnings (strict)", not warnings, value=warnings, limit=0, unit="warnings")

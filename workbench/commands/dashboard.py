@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
 from firstlight.engine.errors import Refused
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             )
         )
     try:
-        from firstlight.dashboards.app import serve
+        serve = import_module("firstlight.dashboards.app").serve  # named here, as a program is: it builds on us
     except ModuleNotFoundError as error:
         raise Refused(
             fatal(

@@ -17,6 +17,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--manifest", metavar="FILE", help="write the hash of every tensor and side file (implies --deep)"
     )
     parser.add_argument("--against", metavar="FILE", help="compare with such a file, of any machine (implies --deep)")
+    parser.add_argument(
+        "--operators", action="store_true", help="what the reference computes, operator by operator, and what we have"
+    )
     parser.add_argument("--propose", metavar="FILE", help="write a draft family file for an unknown architecture")
 
 
@@ -34,5 +37,6 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         strict=arguments.strict,
         manifest=arguments.manifest,
         against=arguments.against,
+        operators=arguments.operators,
         keep=session.run.directory if session.run is not None else None,
     )

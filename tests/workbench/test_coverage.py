@@ -1,0 +1,70 @@
+"""The gap list: every operator of the reference's own code with its share of the work, and what serves it here."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from firstlight.workbench.coverage import TOKENS, coverage, trace
+from firstlight.workbench.report import Draft, Report
+
+
+def covered(directory: Path) -> Report:
+    draft = Draft("scan", directory.name)
+    coverage(draft, str(directory))
+    return draft.close()
+
+
+def test_a_native_architecture_is_native_in_what_costs(checkpoint: Callable[[str], Path]) -> None:
+    report = covered(checkpoint("llama"))
+    assert report.passed
+    rows = report.tables["operator_coverage"]
+    assert sum(row["share_of_flops"] for row in rows) == pytest.approx(100)
+    assert sum(row["share_of_bytes"] for row in rows) == pytest.approx(100)
+    assert [row["share_of_flops"] for row in rows] == sorted((r["share_of_flops"] for r in rows), reverse=True)
+    assert rows[0]["module"] == "Linear"
+    assert rows[0]["served_by"] == "linear"
+    assert report.value("native_flops") == pytest.approx(100, abs=1)
+    assert {"rms_norm", "rotary"} <= {row["served_by"] for row in rows}
+
+
+def test_experts_and_latent_attention_are_seen(checkpoint: Callable[[str], Path]) -> None:
+    rows = covered(checkpoint("deepseek_v3")).tables["operator_coverage"]
+    assert {"moe", "router_topk", "linear"} <= {row["served_by"] for row in rows}
+
+
+class Strange(torch.nn.Module):
+    """A reference with a product of known cost, an operator of its own, and torch inside a module of no known kind."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+        self.words = torch.nn.Embedding(10, 32)
+        self.project = torch.nn.Linear(32, 48, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        x = self.project(self.words(input_ids)).cumsum(1)
+        return torch.ops.firstlight_test.wobble(x) if self.own else x
+
+
+def test_what_is_not_torchs_own_is_missing_and_torch_in_an_unknown_module_is_fallback() -> None:
+    library = torch.library.Library("firstlight_test", "DEF")
+    library.define("wobble(Tensor x) -> Tensor")
+    library.impl("wobble", lambda x: torch.empty_like(x), "Meta")
+    for own, verdict in ((False, "passed"), (True, "failed")):
+        draft = Draft("scan", "strange")
+        with FakeTensorMode():
+            trace(draft, Strange(own))
+        report = draft.close()
+        assert report.status == verdict
+        rows = {(row["module"], row["operator"]): row for row in report.tables["operator_coverage"]}
+        assert rows["Strange", "cumsum"]["status"] == "fallback"
+        (product,) = [row for (module, _), row in rows.items() if module == "Linear"]
+        assert product["share_of_flops"] == pytest.approx(100)
+        assert str([TOKENS, 32]) in product["first_shapes"]
+    missing = [row["operator"] for row in report.tables["operator_coverage"] if row["status"] == "missing"]
+    assert missing == ["firstlight_test.wobble"]
+    library._destroy()
