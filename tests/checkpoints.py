@@ -293,7 +293,8 @@ def randomize(model: torch.nn.Module) -> None:
             value.copy_(torch.rand(value.shape[0], model.config.n_routed_experts).argsort(dim=1)[:, : value.shape[1]])
             continue
         noise = torch.randn(value.shape)
-        if "norm" in name and name.endswith("weight"):
+        own = ".".join(name.split(".")[-3:-1])  # not the block around it: DBRX has projections in a `norm_attn_norm`
+        if "norm" in own and name.endswith("weight"):
             value.copy_((0.0 if around_zero else 1.0) + 0.3 * noise)
         elif name.endswith("layer_scalar"):
             value.copy_(1.0 + 0.3 * noise)
