@@ -8,7 +8,7 @@ the final norm; logits; image_features.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -19,8 +19,9 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.batch import Embedding, ForwardBatch
 from firstlight.engine.model.build import Model
-from firstlight.engine.model.foreign import ForeignModel, ForeignVision
+from firstlight.engine.model.foreign import ForeignModel
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
+from firstlight.engine.model.spec.foreign import ForeignVision
 from firstlight.engine.serving.batch import Surroundings, forward_batch, place_features, tensors_of
 from firstlight.engine.serving.boot import Rank
 from firstlight.engine.serving.request import Array, Arrays, Span
@@ -216,9 +217,7 @@ def _seen(rank: Rank, command: TraceCommand, rows: Sequence[_Row]) -> list[Seen]
     for row in rows:
         first, count = shares[row.index]
         own = vision.share(tensors, first, count) if count else {}
-        spans, grids = spans_of(row.ids, vision.image_token_id), ()
-        if own:
-            spans, grids = with_grids(vision, spans, own)
+        spans, grids = with_grids(vision, spans_of(row.ids, vision.image_token_id), own) if own else ((), ())
         found.append(Seen(0, len(row.ids), spans, grids, is_marked(tensors)))
     return found
 
@@ -230,6 +229,7 @@ def _embeddings(
     vision = rank.spec.vision
     if vision is None or not command.images or not rank.model.is_first:
         return ()
+    assert isinstance(rank.model, Model)
     features_NH = rank.model.encode_images(tensors_of(command.images, rank.device))
     shown["image_features"] = features_NH[:, : rank.spec.hidden]
     before, first = {}, 0
@@ -295,8 +295,11 @@ def _run_forced(
     rank: Rank, command: TraceCommand, rows: Sequence[_Row], batch: ForwardBatch, shown: dict[str, Tensor]
 ) -> None:
     """Each layer held here on its own given input; the head on the given last hidden state."""
+    assert isinstance(rank.model, Model)
     low, high = command.layers or (0, rank.spec.num_layers)
     forced: dict[str, Tensor] = {}
+    if rank.spec.shares_choices:  # a layer may need what one on another stage, or one that is not asked for, chose
+        rank.model.forward(replace(batch, tap=None))
     rank.model.hand_on(batch)
     for index in range(max(low, rank.model.layer_range[0]), min(high, rank.model.layer_range[1])):
         given = _entering(rank, command, rows, index)

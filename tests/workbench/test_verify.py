@@ -75,6 +75,7 @@ def test_a_golden_file_of_the_reference_passes(name: str, checkpoint: Get, golde
         ("llama-vocab257", Mesh(tp=4)),
         ("qwen3_moe", Mesh(ep=2, dp=2)),
         ("deepseek_v3", Mesh(tp=2, ep=2)),
+        ("glm_moe_dsa", Mesh(tp=2, pp=2)),
         ("llava-clip", Mesh(tp=2, pp=2)),
     ],
 )

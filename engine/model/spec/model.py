@@ -6,6 +6,7 @@ import msgspec
 
 from firstlight.engine.findings import Finding
 from firstlight.engine.model.spec.anyres import AnyRes
+from firstlight.engine.model.spec.foreign import ForeignVision
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.moonvit import MoonViT
@@ -16,7 +17,7 @@ from firstlight.engine.model.spec.tower import PatchTower
 from firstlight.engine.model.spec.vision import VisionSpec
 from firstlight.engine.parallel.placement import Vocab
 
-Vision = VisionSpec | MoonViT | PatchTower | AnyRes
+Vision = VisionSpec | MoonViT | PatchTower | AnyRes | ForeignVision
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self._indexer(layer) is None:
             return None
         return next((i for i in range(layer, -1, -1) if (one := self._indexer(i)) is not None and one.own), None)
+
+    @property
+    def shares_choices(self) -> bool:
+        """Whether any layer attends to keys that another chose."""
+        return any(self.chooser(layer) not in (None, layer) for layer in range(self.num_layers))
 
     def _indexer(self, layer: int) -> Indexer | None:
         mixer = self.layers[layer].mixer

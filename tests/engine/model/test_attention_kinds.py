@@ -15,6 +15,7 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.layers.indexer import chosen_keys
 from firstlight.engine.parallel.pieces import stages
 from firstlight.kernels.attention.meta import AttentionMeta
+from firstlight.workbench.reference import Reference
 from tests.checkpoints import TINY, inputs, quiet, randomize
 from tests.engine.direct import Direct
 from tests.families.tiny import llama, rope
@@ -107,3 +108,15 @@ def test_pages_of_any_size(name: str, checkpoint: Callable[[str], Path]) -> None
         logits = model.model.forward(given)
         assert logits is not None
         np.testing.assert_allclose(logits.numpy(), whole[start:stop], atol=2e-5 * float(np.abs(whole).max()))
+
+
+def test_streams_go_into_the_reference_as_they_came_out(checkpoint: Callable[[str], Path]) -> None:
+    """Hidden states of several streams lie behind one another; the embedding, of which each is a copy, stands once."""
+    reference, given = Reference.open(checkpoint("deepseek_v4")), inputs("deepseek_v4", batch=1)
+    free = reference.run(given)
+    widths = [free[f"hidden.{index}"].shape[-1] for index in range(5)]
+    assert widths == [32, 96, 96, 96, 32]
+    forced = reference.forced(given, free)
+    assert set(forced) == set(free)
+    for name, value in free.items():
+        np.testing.assert_array_equal(forced[name], value)
