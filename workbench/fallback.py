@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.model.foreign import ForeignSpec, ForeignVision, foreign_spec
+from firstlight.engine.model.foreign import ForeignSpec, foreign_spec
+from firstlight.engine.model.spec.foreign import ForeignVision
 
 if TYPE_CHECKING:
     import torch

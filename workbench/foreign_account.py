@@ -35,6 +35,7 @@ class _Group:
 def without_weights(directory: str | Path, *, trust_remote_code: bool = False) -> Any:
     """transformers' own module of a checkpoint on the meta device: names and shapes alone. Raises `Refused`."""
     transformers = load_transformers()
+    unusable: tuple[type[Exception], ...] = (*errors_of_configs(), OSError)
     with quiet(), torch.device("meta"):
         try:
             config = transformers.AutoConfig.from_pretrained(
@@ -43,7 +44,7 @@ def without_weights(directory: str | Path, *, trust_remote_code: bool = False) -
             sees = hasattr(config, "vision_config")
             kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
             return kind.from_config(config, trust_remote_code=trust_remote_code)
-        except (*errors_of_configs(), OSError) as error:
+        except unusable as error:
             raise unavailable(directory, str(error).splitlines()[0]) from error
 
 

@@ -41,7 +41,8 @@ def _attention(config: Config) -> MLA:
 def spec(config: Config) -> ModelSpec:
     norm = rms(config, 1e-5)
     width = "ffn_hidden_size" if "ffn_hidden_size" in config else "intermediate_size"
-    part = LayerSpec(mixer=_attention(config), ffn=mlp(config, width), mixer_norm=norm, ffn_norm=norm)
+    mixer, dense = _attention(config), mlp(config, width)
+    part = LayerSpec(mixer=mixer, ffn=dense, mixer_norm=norm, ffn_norm=norm)
     config.get("intermediate_size"), config.get("moe_intermediate_size")  # other names of the two widths
     config.get("router_bias")  # the reference leaves it out
     config.only("zero_expert_type", "identity", default="identity")
@@ -62,7 +63,7 @@ def spec(config: Config) -> ModelSpec:
     layer = LayerSpec(parts=(part, part), shortcut=experts)
     count = config.size("num_layers") if "num_layers" in config else config.size("num_hidden_layers") // 2
     config.get("num_hidden_layers")  # counts each half, where it is there
-    plain = decoder(config, "longcat_flash", lambda i: part.mixer, lambda i: part.ffn, norm=norm, count=count)
+    plain = decoder(config, "longcat_flash", lambda i: mixer, lambda i: dense, norm=norm, count=count)
     return msgspec.structs.replace(plain, layers=(layer,) * count)
 
 
