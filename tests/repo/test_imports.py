@@ -18,6 +18,9 @@ MAY_IMPORT = {
     "notebooks": {"dashboards", "workbench", "engine", "kernels", "data"},
 }
 
+# The command line starts the dashboard, as it would another program: the one place where something is named upwards.
+UPWARDS = {("workbench/commands/dashboard.py", "firstlight.dashboards.app")}
+
 # A library -> the only places of the package that may import it.
 DOORS = {
     "transformers": ("workbench/reference.py",),
@@ -71,6 +74,8 @@ def test_imports_point_one_way() -> None:
     wrong = []
     for found in _package_imports():
         parts = found.module.split(".")
+        if (found.file.as_posix(), found.module) in UPWARDS:
+            continue
         if parts[0] == "firstlight" and len(parts) > 1 and parts[1] not in MAY_IMPORT[found.file.parts[0]]:
             wrong.append(str(found))
     assert not wrong, "\n".join(wrong)
