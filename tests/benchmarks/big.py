@@ -1,4 +1,4 @@
-"""A checkpoint as large as one wants: a Llama of 2,048 by 8,192 in bfloat16, in shards, with as many layers as fit."""
+"""A checkpoint as large as one wants: a Llama in bfloat16, in shards, with as many layers as fit."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from shutil import rmtree
 
 from tests.benchmarks.common import ROOT
 
-HIDDEN, WIDTH, HEADS, KV_HEADS, VOCABULARY = 2048, 8192, 16, 8, 32000
+HEADS, KV_HEADS, VOCABULARY = 16, 8, 32000
 SHARD_BYTES = 1 << 30
 
 
-def shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names as in a release, in order."""
-    kv = HIDDEN // HEADS * KV_HEADS
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
+def shapes(layers: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names as in a release, in order; the feed-forward is four times as wide as `hidden`."""
+    kv, width = hidden // HEADS * KV_HEADS, 4 * hidden
+    yield "model.embed_tokens.weight", (VOCABULARY, hidden)
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (HIDDEN,)
-        for name, rows in (("q", HIDDEN), ("k", kv), ("v", kv), ("o", HIDDEN)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, HIDDEN)
-        yield f"{prefix}post_attention_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}mlp.gate_proj.weight", (WIDTH, HIDDEN)
-        yield f"{prefix}mlp.up_proj.weight", (WIDTH, HIDDEN)
-        yield f"{prefix}mlp.down_proj.weight", (HIDDEN, WIDTH)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCABULARY, HIDDEN)
+        yield f"{prefix}input_layernorm.weight", (hidden,)
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}mlp.gate_proj.weight", (width, hidden)
+        yield f"{prefix}mlp.up_proj.weight", (width, hidden)
+        yield f"{prefix}mlp.down_proj.weight", (hidden, width)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (VOCABULARY, hidden)
 
 
-def config(layers: int) -> dict[str, object]:
+def config(layers: int, hidden: int) -> dict[str, object]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -52,15 +52,15 @@ def config(layers: int) -> dict[str, object]:
     }
 
 
-def layers_for(nbytes: int) -> int:
+def layers_for(nbytes: int, hidden: int) -> int:
     """Layers of a checkpoint of about `nbytes`."""
-    ends = sum(2 * math.prod(shape) for _, shape in shapes(0))
-    one = sum(2 * math.prod(shape) for _, shape in shapes(1)) - ends
+    ends = sum(2 * math.prod(shape) for _, shape in shapes(0, hidden))
+    one = sum(2 * math.prod(shape) for _, shape in shapes(1, hidden)) - ends
     return max(1, round((nbytes - ends) / one))
 
 
 @contextmanager
-def big_checkpoint(nbytes: int) -> Iterator[Path]:
+def big_checkpoint(nbytes: int, hidden: int = 2048) -> Iterator[Path]:
     """The directory of one, deleted afterwards; small random numbers, none of them special."""
     import torch
 
@@ -69,11 +69,11 @@ def big_checkpoint(nbytes: int) -> Iterator[Path]:
     try:
         noise = (torch.randn(16 << 20, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
         block = noise.view(torch.uint8).numpy().data
-        layers = layers_for(nbytes)
-        (directory / "config.json").write_text(json.dumps(config(layers)))
+        layers = layers_for(nbytes, hidden)
+        (directory / "config.json").write_text(json.dumps(config(layers, hidden)))
         shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
         size = 0
-        for name, shape in shapes(layers):
+        for name, shape in shapes(layers, hidden):
             if size > SHARD_BYTES:
                 shards.append([])
                 size = 0
