@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.uint8] | NDArray[np.float32]
+Value = TypeVar("Value", bound=np.generic)
 
 
 def resized_shape(height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
@@ -67,7 +69,7 @@ def resize_as_torchvision(image_CHW: NDArray[np.uint8], shape: tuple[int, int], 
     return torch.nn.functional.interpolate(image_1CHW, shape, mode=mode, align_corners=False, antialias=True)[0].numpy()
 
 
-def center_crop(image_CHW: Array, shape: tuple[int, int]) -> Array:
+def center_crop(image_CHW: NDArray[Value], shape: tuple[int, int]) -> NDArray[Value]:
     """The middle of a picture, in a frame of zeros where it is smaller than `shape` (height, width)."""
     (height, width), (crop_height, crop_width) = image_CHW.shape[-2:], shape
     top, left = (height - crop_height) // 2, (width - crop_width) // 2
@@ -105,7 +107,7 @@ def pad_to_square(image_CHW: NDArray[np.uint8], background: Sequence[int]) -> ND
     return square
 
 
-def pad_to(image_CHW: Array, shape: tuple[int, int]) -> Array:
+def pad_to(image_CHW: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     """The picture at the upper left of a frame of zeros of `shape` (height, width), which must not be smaller."""
     height, width = image_CHW.shape[-2:]
     frame = np.zeros((image_CHW.shape[0], *shape), dtype=image_CHW.dtype)

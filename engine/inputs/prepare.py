@@ -56,7 +56,7 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
 
     input_ids: NDArray[np.int64]
     attention_mask: NDArray[np.int64]
-    tensors: Mapping[str, NDArray[np.generic]]
+    tensors: Mapping[str, NDArray[Any]]
     picture_spans: tuple[tuple[Span, ...], ...]
     text: str
     record: PreparedRecord
@@ -162,7 +162,7 @@ class Processor:
         template_file: Path | None = None,
     ) -> Prepared:
         findings = [*self.tokenizer.findings, *findings]
-        tensors: Mapping[str, NDArray[np.generic]] = {}
+        tensors: Mapping[str, NDArray[Any]] = {}
         counts: tuple[int, ...] = ()
         constants: tuple[Constant, ...] = ()
         expanded = text

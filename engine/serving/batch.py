@@ -42,7 +42,8 @@ class Held:
 
     @classmethod
     def of(cls, admission: Admission, slot: int, vision: Vision | None = None) -> Held:
-        spans, grids, marked = admission.image_spans, (), True
+        grids: tuple[Shape, ...] = ()
+        spans, marked = admission.image_spans, True
         if vision is not None and admission.images:
             shapes = {name: array.numpy() for name, array in admission.images.items() if name != "pixel_values"}
             spans, grids = with_grids(vision, spans, shapes)

@@ -67,7 +67,8 @@ def extras(sight: Sight, parts: Sequence[Seen], device: torch.device) -> Extras:
     if not any(part.spans for part in parts):
         return Extras()
     positions_3T = torch.cat([grid_positions(part) for part in parts], dim=1).to(device) if sight.grid else None
-    rows, offset = [], 0
+    rows: list[int] = []
+    offset = 0
     for part in parts:
         for begin, count in part.spans:
             low, high = max(begin, part.start), min(begin + count, part.stop)

@@ -148,7 +148,7 @@ def refuse(picture: Picture, message: str, expected: str, found: str) -> NoRetur
     )
 
 
-def stacked(constants: ImageConstants, arrays: Sequence[steps.Array]) -> NDArray[np.generic]:
+def stacked(constants: ImageConstants, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Arrays of one size as one tensor; refused (bad-image) where they differ."""
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1:

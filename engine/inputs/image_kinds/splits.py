@@ -87,11 +87,13 @@ def _parts(constants: ImageConstants, picture: Picture) -> tuple[list[NDArray[np
     image, size, edge = pixels_of(picture), constants["size"], constants["max_image_size"]["longest_edge"]
     if constants["do_resize"]:
         is_long = "longest_edge" in size
-        shape = long_side(*image.shape[1:], size["longest_edge"]) if is_long else (size["height"], size["width"])
+        height, width = image.shape[1:]
+        shape = long_side(height, width, size["longest_edge"]) if is_long else (size["height"], size["width"])
         image = resized(constants, picture, image, shape)
     if not constants["do_image_splitting"]:
         return [resized(constants, picture, image, (edge, edge))], (0, 0)
-    image = resized(constants, picture, image, whole_tiles(*image.shape[1:], edge), f"whole tiles of {edge}")
+    height, width = image.shape[1:]
+    image = resized(constants, picture, image, whole_tiles(height, width, edge), f"whole tiles of {edge}")
     grid = image.shape[1] // edge, image.shape[2] // edge
     if grid == (1, 1):
         return [image], (0, 0)

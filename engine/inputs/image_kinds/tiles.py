@@ -72,7 +72,7 @@ def stretched(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors
     return {"pixel_values": stacked(constants, arrays), "num_patches": np.array(counts, dtype=np.int64)}
 
 
-def cut(canvas: steps.Array, grid: tuple[int, int]) -> Iterator[steps.Array]:
+def cut(canvas: NDArray[steps.Value], grid: tuple[int, int]) -> Iterator[NDArray[steps.Value]]:
     """The tiles of a canvas, row by row."""
     height, width = canvas.shape[1] // grid[0], canvas.shape[2] // grid[1]
     for row in range(grid[0]):

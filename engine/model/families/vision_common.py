@@ -145,14 +145,14 @@ def with_sections(config: Config, text: ModelSpec, default: tuple[int, ...], *, 
         config.unsupported("mrope_interleaved", asks, f"{interleaved}, as this family has it")
 
     def placed(one: LayerSpec) -> LayerSpec:
-        rope = getattr(one.mixer, "rope", None)
-        if rope is None:
+        rope, mixer = getattr(one.mixer, "rope", None), one.mixer
+        if rope is None or mixer is None:
             return one
         half = rope.dim // 2
         if len(sections) != 3 or (sum(sections) != half if not interleaved else sum(sections) > half):
             config.refuse("mrope_section", list(sections), f"three sections that are {half} frequencies together")
         new = msgspec.structs.replace(rope, sections=sections, sections_interleaved=interleaved)
-        return msgspec.structs.replace(one, mixer=msgspec.structs.replace(one.mixer, rope=new))
+        return msgspec.structs.replace(one, mixer=msgspec.structs.replace(mixer, rope=new))
 
     return msgspec.structs.replace(text, layers=tuple(placed(one) for one in text.layers))
 

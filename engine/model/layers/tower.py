@@ -192,7 +192,7 @@ def _attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, scale: float, settin
         return out.transpose(1, 2).flatten(0, 1)
     assert real_T is None, "masked tiles have one size"
     parts = zip(*(one.split(lengths) for one in (q_TND, k_TND, v_TND)), strict=True)
-    return torch.cat([_one(*part, scale) for part in parts])
+    return torch.cat([_one(q, k, v, scale) for q, k, v in parts])
 
 
 def _one(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, scale: float) -> Tensor:

@@ -234,7 +234,7 @@ def test_prompts_equal_the_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_every_class_is_compared() -> None:
-    ours = {"KimiVLProcessor", "KimiK25Processor"}  # not in transformers
+    ours = {"KimiVLProcessor", "KimiK25Processor", "KimiK3Processor"}  # not in transformers
     assert {case.class_name for case in CASES.values()} | {"LlavaProcessor"} | ours == set(EXPANSIONS)
 
 
