@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.build import Model
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.foreign import ForeignModel, ForeignSpec, provider_of
 from firstlight.engine.model.spec import MLA, MLP, Attention, CacheSpec, ModelSpec, MoE
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
@@ -23,8 +25,10 @@ from firstlight.engine.serving.options import EngineOptions, context_of, limits_
 from firstlight.engine.serving.scheduler import Limits
 from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.loader import TORCH_DTYPES, LoadProgress, Weights, load
+from firstlight.engine.weights.loader import TORCH_DTYPES, LoadProgress, Weights
+from firstlight.engine.weights.residency import Kind
 from firstlight.kernels.registry import Choice, NotSupportedError, choose
 
 CACHE_SHARE = 0.9  # of the device memory that is free once the weights are there
@@ -41,7 +45,7 @@ class Rank:
     spec: ModelSpec
     ledger: Ledger
     weights: Weights
-    model: Model
+    model: Model | ForeignModel
     cache: KVCache
     limits: Limits
     ops: Choice
@@ -69,10 +73,14 @@ def bring_up(
     if device.type == "cpu":
         torch.set_num_threads(max(1, (options.threads or settings.threads) // local_ranks))
     pulse.enter("ledger")
+    if options.fallback:
+        FAMILIES.fall_back(provider_of(options.fallback, options.checkpoint, options.trust_remote_code))
     checkpoint = Checkpoint.open(options.checkpoint)
     checkpoint.refuse_if_broken()
     spec, matcher = FAMILIES.describe(checkpoint.config)
     refuse_impossible(spec, options.mesh)
+    if isinstance(spec, ForeignSpec):
+        return _bring_up_foreign(options, comms, pulse, checkpoint, spec, device)
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
     dtype = spec.dtype if options.dtype == "auto" else options.dtype
@@ -83,8 +91,9 @@ def bring_up(
     def progress(now: LoadProgress) -> None:
         pulse.progress(now.bytes_done, now.bytes_total)
 
-    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger)
-    weights = load(checkpoint, pieces, device, options.load_threads, progress)
+    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=True)
+    kind: Kind = options.residency  # type: ignore[assignment]
+    weights = hold(checkpoint, pieces, device, kind, options.weights_budget, options.load_threads, progress=progress)
     pulse.enter("build")
     model = Model(spec, weights, ops)
     if meet is not None:
@@ -121,6 +130,38 @@ def bring_up(
     )
 
 
+def _bring_up_foreign(
+    options: EngineOptions, comms: Comms, pulse: Pulse, checkpoint: Checkpoint, spec: ForeignSpec, device: torch.device
+) -> Rank:
+    """A rank whose model is another's; it is accounted for as it is loaded, by who loads it."""
+    dtype = spec.dtype if options.dtype == "auto" else options.dtype
+    context = context_of(options, spec, device.type)
+    ops = operators_of(options, spec, device, dtype, context, read_settings().triton_interpret)
+    pulse.enter("load")
+    assert FAMILIES.foreign is not None
+    model = FAMILIES.foreign.load(checkpoint, spec, dtype, device)
+    pulse.enter("cache")
+    limits = limits_of(options, context, device.type, None)
+    cache = KVCache(model.cache_specs, limits.num_pages, limits.page_size, limits.max_batch, 1, model.dtype, device)
+    return Rank(
+        options=options,
+        rank=0,
+        mesh=options.mesh,
+        checkpoint=checkpoint,
+        spec=model.spec,
+        ledger=model.ledger,
+        weights=model.weights,
+        model=model,
+        cache=cache,
+        limits=limits,
+        ops=ops,
+        comms=comms,
+        device=device,
+        dtype=dtype,
+        findings=(*checkpoint.findings, *model.spec.findings, *model.ledger.findings),
+    )
+
+
 def device_of(kind: str, local_rank: int) -> torch.device:
     """The device of a rank by its number on this machine."""
     has_cuda = kind != "cpu" and torch.cuda.is_available()
@@ -148,8 +189,14 @@ def operators_of(
     """The choice among implementations, made once; a forced one that is not possible is `Refused`."""
     shapes = shapes_of(spec, options.page_size or (context if device.type == "cpu" else 64))
     wants_triton = interpret and "triton" in options.operators.values()
+    how = {"interpret": wants_triton}
+    forced = dict(options.operators)
+    if options.residency == "streamed" and options.weights_budget is not None:  # no copies of weights that come and go
+        for name in ("native", "reference"):
+            with contextlib.suppress(NotSupportedError):
+                return choose(device, TORCH_DTYPES[dtype], shapes, force={"linear": name, **forced}, **how)
     try:
-        return choose(device, TORCH_DTYPES[dtype], shapes, force=options.operators or None, interpret=wants_triton)
+        return choose(device, TORCH_DTYPES[dtype], shapes, force=forced or None, **how)
     except NotSupportedError as error:
         raise Refused(
             fatal("usage", str(error), next="run `firstlight doctor` for what this machine can use")
@@ -159,13 +206,13 @@ def operators_of(
 def shapes_of(spec: ModelSpec, page_size: int) -> dict[str, int]:
     """Sizes of the model that an operator's choice may depend on."""
     shapes = {"hidden": spec.hidden, "vocabulary": spec.vocab_size, "page_size": page_size}
-    for layer in spec.layers:  # of several kinds, the last that says something counts
+    for layer in (part for whole in spec.layers for part in whole.whole):  # the last that says something counts
         match layer.mixer:
             case Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=size):
                 shapes |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "value_dim": size}
             case MLA(num_heads=heads, kv_lora_rank=rank, rope_dim=rotated):
                 shapes |= {"num_heads": heads, "num_kv_heads": 1, "head_dim": rank + rotated, "value_dim": rank}
-        match layer.ffn:
+        match layer.experts or layer.ffn:
             case MLP(intermediate=width):
                 shapes |= {"intermediate": width}
             case MoE(intermediate=width, num_experts=count, router=router):

@@ -23,7 +23,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `device`: auto, cpu or cuda. `dtype`: auto (the checkpoint's), BF16, F16 or F32. `max_context` counts prompt and
     answer of one sequence, `max_batch` sequences at once per replica, `token_budget` tokens of one step, `num_pages`
     pages of the cache per replica. `operators` forces implementations by operator. `threads`: CPU threads of all local
-    ranks together. `warm_up` computes one token, and one picture if the model sees, before the engine is ready.
+    ranks together. `residency`: all weights in memory, layers that are `streamed` through `weights_budget` bytes a rank
+    (without one: read while the first pass runs), or `experts` that are read when tokens choose them. `fallback` names
+    who provides models of architectures that no family knows (`module:function`), which run the checkpoint's own code
+    only with `trust_remote_code`. `warm_up` computes one token, and one picture if the model sees, before the engine is
+    ready.
     """
 
     checkpoint: str
@@ -37,7 +41,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_pages: int | None = None
     operators: dict[str, str] = msgspec.field(default_factory=dict)
     threads: int | None = None
-    load_threads: int = 4
+    load_threads: int | None = None
+    residency: str = "resident"
+    weights_budget: int | None = None
+    fallback: str = ""
+    trust_remote_code: bool = False
     warm_up: bool = False
     comm_deadline_s: float = 120.0
 
@@ -46,6 +54,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise _bad("device", "auto, cpu or cuda", self.device)
         if self.dtype not in ("auto", "BF16", "F16", "F32"):
             raise _bad("dtype", "auto, BF16, F16 or F32", self.dtype)
+        if self.residency not in ("resident", "streamed", "experts"):
+            raise _bad("residency", "resident, streamed or experts", self.residency)
         if self.max_batch < 1:
             raise _bad("max_batch", "at least 1", str(self.max_batch))
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.build import Model
 from firstlight.engine.parallel.mesh import Coordinates
 from firstlight.engine.serving.api import RankMemory
-from firstlight.engine.serving.batch import Held, Surroundings, build_batch
+from firstlight.engine.serving.batch import Held, Surroundings, build_batch, tensors_of
 from firstlight.engine.serving.boot import Rank
 from firstlight.engine.serving.clock import Clock, LayerTap, collective_times
 from firstlight.engine.serving.control import Control
@@ -51,7 +52,8 @@ class Worker:
             sight=Sight.of(rank.spec),
         )
         self.sample: StepSample | None = None  # the last step that was timed inside
-        self._encode = rank.model.encode_images if rank.model.is_first and rank.spec.vision is not None else None
+        sees = rank.model.is_first and rank.spec.vision is not None and isinstance(rank.model, Model)
+        self._encode = rank.model.encode_images if sees else None  # type: ignore[union-attr]
         self._held: dict[int, Held] = {}  # of this replica
         self._slots = list(range(rank.limits.max_batch))  # rows of the states that no sequence has
         self._draws: dict[int, Draw] = {}  # of all replicas
@@ -78,6 +80,8 @@ class Worker:
             known = self._held.get(admission.number)  # a step that was interrupted is announced again
             slot = known.slot if known is not None else heapq.heappop(self._slots)
             self._held[admission.number] = Held.of(admission, slot, self.rank.spec.vision)
+            if not isinstance(self.rank.model, Model):
+                self.rank.model.admit(slot, tensors_of(admission.images, self.rank.device))
         if not part.chunks:
             return None
         batch, chosen = build_batch(part.chunks, self._held, self.around, self._encode)
@@ -154,16 +158,18 @@ class Worker:
     def memory(self) -> RankMemory:
         """What this rank holds, by role, and what the system says about its process."""
         rank, on_gpu = self.rank, self.rank.device.type == "cuda"
+        residency = rank.weights.residency()
         return RankMemory(
             rank=rank.rank,
             device=str(rank.device),
-            bytes_by_role={**rank.weights.pieces.bytes_by_role(), "cache": rank.cache.pool.reserved_bytes},
-            pools=(msgspec.to_builtins(rank.weights.pool), msgspec.to_builtins(rank.cache.report())),
+            bytes_by_role={**rank.weights.bytes_by_role(), "cache": rank.cache.pool.reserved_bytes},
+            pools=tuple(msgspec.to_builtins(one) for one in (*rank.weights.reports(), rank.cache.report())),
             resident_bytes=psutil.Process().memory_info().rss,
             pages=rank.limits.num_pages,
             page_size=rank.limits.page_size,
             allocated_bytes=torch.cuda.memory_allocated(rank.device) if on_gpu else None,
             reserved_bytes=torch.cuda.memory_reserved(rank.device) if on_gpu else None,
+            residency=None if residency is None else msgspec.to_builtins(residency),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.settings import show_devices
+from firstlight.workbench.fallback import NAMES
 
 if TYPE_CHECKING:
     from firstlight.engine.parallel.mesh import Mesh
@@ -42,6 +44,21 @@ def checkpoint(parser: argparse.ArgumentParser) -> None:
         help="of a URL: keep the weights that are read in the cache, to read them again, or go on, from there",
     )
 
+    fallback(parser)
+
+
+def fallback(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("architectures")
+    group.add_argument(
+        "--fallback",
+        choices=("never", "auto", "always"),
+        default="auto",
+        help="run what no family here knows in the reference's own modules, on one rank (auto), or everything (always)",
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="let the reference run code that the checkpoint brings"
+    )
+
 
 def mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mesh")
@@ -64,6 +81,15 @@ def engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--token-budget", type=positive, metavar="N", help="most tokens of one step")
     group.add_argument("--page-size", type=positive, metavar="N", help="tokens of a page of the cache")
     group.add_argument("--num-pages", type=positive, metavar="N", help="pages of the cache per replica")
+    group.add_argument(
+        "--residency",
+        choices=("resident", "streamed", "experts"),
+        default="resident",
+        help="all weights in memory; layers that follow one another, read ahead; experts read when tokens choose them",
+    )
+    group.add_argument(
+        "--weights-budget", type=nbytes, metavar="BYTES", help="memory of a rank for weights that come and go, as 8GiB"
+    )
     group.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all ranks together")
     group.add_argument(
         "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
@@ -134,7 +160,11 @@ def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
         "page_size": arguments.page_size,
         "num_pages": arguments.num_pages,
         "threads": arguments.threads,
+        "residency": arguments.residency,
+        "weights_budget": arguments.weights_budget,
         "operators": dict(arguments.operator or ()),
+        "fallback": NAMES[arguments.fallback],
+        "trust_remote_code": arguments.trust_remote_code,
     }
     return EngineOptions(**{**values, **changes})
 
@@ -195,6 +225,15 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes: 1000000, 8GB, 1.5GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B?)", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 8GiB")
+    power = " KMGT".index(found[2].upper()) if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def share(text: str) -> float:
