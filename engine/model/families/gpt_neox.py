@@ -9,11 +9,18 @@ from firstlight.engine.model.rules import ignored, rule
 from firstlight.engine.model.spec import MLP, ModelSpec
 
 
+def _base(config: Config, base: float) -> None:
+    """The rotary base under the name that later releases have for it."""
+    if "rope_parameters" not in config:
+        config.assume(rope_theta=base)
+
+
 def _neox(config: Config) -> ModelSpec:
     parallel, bias = bool(config.get("use_parallel_residual", True)), bool(config.get("attention_bias", True))
     size = config.size("hidden_size") // config.size("num_attention_heads")
-    base, part = float(config.get("rotary_emb_base", 10000)), float(config.get("rotary_pct", 0.25))
-    attention = gqa(config, fused=True, rope=rope(config, size, base, partial=part), qkv_bias=bias, output_bias=bias)
+    _base(config, float(config.get("rotary_emb_base", 10000)))
+    positions = rope(config, size, partial=float(config.get("rotary_pct", 0.25)))
+    attention = gqa(config, fused=True, rope=positions, qkv_bias=bias, output_bias=bias)
     feed_forward = mlp(config, activation=activation(config, default="gelu"), gated=False, bias=True)
     norm, layer = layer_norm(config, "layer_norm_eps"), {"parallel": parallel}
     return decoder(config, "gpt_neox", lambda i: attention, lambda i: feed_forward, norm=norm, layer=layer)
@@ -24,6 +31,7 @@ def _falcon(config: Config) -> ModelSpec:
     config.only("apply_residual_connection_post_layernorm", False, default=False)
     newer, parallel = bool(config.get("new_decoder_architecture", False)), bool(config.get("parallel_attn", True))
     heads, bias = config.size("num_attention_heads"), bool(config.get("bias", False))
+    _base(config, 10000.0)
     size, one = config.size("hidden_size") // heads, bool(config.get("multi_query", True))
     kv_heads = int(config.get("num_kv_heads", heads))
     attention = gqa(

@@ -43,7 +43,7 @@ def _attention(config: Config, kind: str) -> Attention:
     if near and not (config.get("rope_parameters") or {}).get(WINDOW):
         rotated = int(size * float(config.get("partial_rotary_factor", 1.0)))
         positions = msgspec.structs.replace(positions, dim=rotated)
-    config.get("attention_chunk_size")  # repeats the window
+    config.get("attention_chunk_size"), config.get("sliding_window")  # the first repeats the second
     window = int(config.get("sliding_window_size", 0)) + 1 if "sliding_window_size" in config else None
     window = config.size("sliding_window") if window is None else window
     return gqa(

@@ -12,6 +12,7 @@ import pytest
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.plan import active_parameters
+from tests.families.releases import RELEASES
 
 FACTS = Path("data/models")
 # Of DeepSeek-V3 680,571,043,840 in float8, 3,918,786,560 in bfloat16, and 15,104 router biases among the float32.
@@ -55,6 +56,15 @@ def test_parameters_as_model_cards_round_them(name: str) -> None:
     everything, active = ROUNDED[name]
     assert round(sum(kind.elements for kind in census(spec)) / 1e9) == everything
     assert active_parameters(spec) / 1e9 == pytest.approx(active, abs=1.0)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_released_configuration_is_read_whole(name: str) -> None:
+    total, config = RELEASES[name]
+    spec, _ = FAMILIES.describe(config)
+    tied = spec.vocab_size * spec.hidden if spec.tied_head else 0
+    assert sum(kind.elements for kind in census(spec)) - tied == total
+    assert [finding.message for finding in spec.findings] == []
 
 
 def test_the_text_of_llama_4_maverick() -> None:
