@@ -22,6 +22,7 @@ from firstlight.engine.model.families.common import (
     in_layers,
     layer_windows,
     mlp,
+    rope,
     rope_of_kind,
 )
 from firstlight.engine.model.families.family import Family
@@ -96,7 +97,9 @@ def spec(config: Config) -> ModelSpec:
             config,
             head_dim=size,
             scale=float(config.get("query_pre_attn_scalar", size if model_type == "gemma" else 256)) ** -0.5,
-            rope=rope_of_kind(config, size, layer, kind.theta, kind.local_theta),
+            rope=rope_of_kind(config, size, layer, kind.theta, kind.local_theta)
+            if kind.local_theta
+            else rope(config, size, kind.theta),
             softcap=config.stated("attn_logit_softcapping", absent=kind.score_cap),
             window=windows[index],
             qkv_bias=bias,
