@@ -254,7 +254,7 @@ def _vision(config: Mapping[str, Any], text_hidden: int) -> Iterator[tuple[str, 
 
 
 def _speak(head: Tensor, home: Path) -> None:
-    """Make what the toy says text, and the toy sure of it: single bytes and ids without a token are as good as never."""
+    """Make what the toy says text, and the toy sure of it: single bytes and ids without a token are never said."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(home / "tokenizer.json"))
