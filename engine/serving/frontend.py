@@ -80,6 +80,10 @@ class Frontend:
         if pictures and self.foreign is not None:
             return self._foreign(number, prompt, pictures, params, chat, arrival_s)
         prepared = self.prepare(prompt, pictures, chat)
+        if (
+            self.foreign is not None
+        ):  # ours gives what is beyond the vocabulary no meaning; others read past their table
+            self._check_ids(prepared.input_ids[0].tolist())
         images = {key: np.asarray(value) for key, value in prepared.tensors.items()}
         check_images(self.spec, images, sum(count for _, count in prepared.image_spans))
         return Request(

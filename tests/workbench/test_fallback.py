@@ -21,6 +21,7 @@ from firstlight.engine.serving.stream import completion_of
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.safetensors_file import Tensor, read, write
 from firstlight.workbench import fallback
+from firstlight.workbench.cli import main
 from firstlight.workbench.fallback import NAMES, remote_code
 from firstlight.workbench.load import load
 from firstlight.workbench.plan import plan
@@ -214,6 +215,16 @@ def test_requests_side_by_side_get_what_each_gets_alone(foreign: Get) -> None:
         engine.close()
 
 
+def test_an_answer_from_the_command_line_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """On standard error, where it does not become part of the answer."""
+    words = ["generate", str(MENAGERIE), "--prompt", "What", "--max-new-tokens", "2", "--threads", "1"]
+    assert main([*words, "--fallback", "always"]) == 0
+    said = capfd.readouterr()
+    assert "FALLBACK: llava runs in the modules of transformers" in said.err
+    assert "FALLBACK" not in said.out
+    assert FAMILIES.foreign is None, "the fallback of one command line is not that of the next"
+
+
 def test_the_list_of_models_says_so() -> None:
     (model,) = models_body("m", 1, 64, "transformers 5")["data"]
     assert model["fallback"] == "transformers 5"
@@ -238,6 +249,21 @@ def test_always_gives_the_native_answers_with_pictures_too() -> None:
             engine.close()
     assert said[0] == said[1]
     assert "cat" in said[0][0][0].lower()
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_request(foreign: Get, tmp_path: Path) -> None:
+    """Its ids are beyond the vocabulary: the reference would read past its table, and the engine would end."""
+    home = tmp_path / "mixed"
+    shutil.copytree(foreign("jetmoe"), home)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MENAGERIE / name, home / name)
+    engine = Engine.start(str(home), threads=1, max_context=64, fallback=use(home))
+    try:
+        with pytest.raises(Refused, match="bad-request"):
+            engine.complete("What animal is this?", chat=False)
+        assert engine.complete([5, 9], params=SamplingParams(max_new_tokens=2, ignore_eos=True)).tokens
+    finally:
+        engine.close()
 
 
 def test_code_that_comes_along_is_listed_and_not_run(foreign: Get, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     chat = False if arguments.raw else None
     refuse_early(arguments.checkpoint, arguments.prompt, arguments.image, chat)
     with open_engine(engine_options, session.progress("generate")) as engine:
+        options.say_fallback(session, engine.info())
         report = generate(
             engine,
             arguments.prompt,

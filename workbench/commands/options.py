@@ -15,8 +15,10 @@ from firstlight.workbench.fallback import NAMES
 
 if TYPE_CHECKING:
     from firstlight.engine.parallel.mesh import Mesh
+    from firstlight.engine.serving.api import EngineInfo
     from firstlight.engine.serving.options import EngineOptions
     from firstlight.engine.serving.request import SamplingParams
+    from firstlight.workbench.session import Session
 
 AXES = {
     "tp": "tensor parallel: heads, feed-forward width and vocabulary divided over N ranks",
@@ -58,6 +60,13 @@ def fallback(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trust-remote-code", action="store_true", help="let the reference run code that the checkpoint brings"
     )
+
+
+def say_fallback(session: Session, info: EngineInfo) -> None:
+    """A line on standard error where the reference computes instead of a family of ours; not to be overlooked."""
+    for finding in info.findings:
+        if finding.code == "fallback":
+            session.face.aside(f"FALLBACK: {finding.message}")
 
 
 def mesh(parser: argparse.ArgumentParser) -> None:

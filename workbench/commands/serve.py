@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         if arguments.json is not None:
             write_json(report, arguments.json)
         session.face.line(f"{host.url}  serves {Path(arguments.checkpoint).name} on {len(host.pids)} ranks")
+        options.say_fallback(session, host.client().info())
         session.face.aside("the OpenAI routes are at /v1; interrupt to stop")
         if session.run is not None:
             session.run.add(report)
