@@ -185,15 +185,23 @@ def _vocabulary(text: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:
     stated = _size(text, "vocab_size")
     if rows is None or stated is None or stated == rows:
         return
+    if rows > stated:
+        yield note(
+            "padded-tensor",
+            f"vocab_size is {stated:,}, the token embedding has {rows:,} rows; the last {rows - stated:,} are not used",
+            file="config.json",
+            expected=f"vocab_size = {rows:,}",
+            found=f"{stated:,}",
+            next="nothing, if the tokenizer has no ids for them: logits have vocab_size columns",
+        )
+        return
     yield warning(
-        "padded-tensor" if rows > stated else "conflicting-flag",
-        f"vocab_size is {stated:,}, the token embedding has {rows:,} rows; the shapes decide",
+        "conflicting-flag",
+        f"vocab_size is {stated:,}, the token embedding has {rows:,} rows",
         file="config.json",
         expected=f"vocab_size = {rows:,}",
         found=f"{stated:,}",
-        next=f"set vocab_size to {rows}; rows that no token has are padding"
-        if rows > stated
-        else "fetch config.json and the shard with the embedding of one release",
+        next="fetch config.json and the shard with the embedding of one release",
     )
 
 

@@ -84,7 +84,10 @@ def _scan(
         LedgerFile.of(keep).write(checkpoint, ledger)
     _tensors(draft, kinds, ledger)
     _contradictions(draft, checkpoint, kinds)
-    _side_files(draft, checkpoint, kinds, sees=described is not None and described[0].vision is not None)
+    rows = embedding_rows(kinds)
+    if ledger is not None and described is not None and rows is not None:
+        rows = min(rows, described[0].vocab_size)  # rows behind are padding, so a token there has none
+    _side_files(draft, checkpoint, rows, sees=described is not None and described[0].vision is not None)
     if deep or manifest is not None or other is not None:
         _deep(draft, checkpoint, progress, manifest, other)
     if operators:
@@ -237,11 +240,11 @@ def _contradictions(draft: Draft, checkpoint: Checkpoint, kinds: Sequence[Kind])
     draft.find(finding for finding in found if finding.message.split(";")[0] not in said)
 
 
-def _side_files(draft: Draft, checkpoint: Checkpoint, kinds: Sequence[Kind], sees: bool) -> None:
-    rows = side_file_rows(checkpoint.directory, sees)
-    draft.table("side_files", ({"file": row[0], "for": row[1], "there": row[2]} for row in rows))
+def _side_files(draft: Draft, checkpoint: Checkpoint, rows: int | None, sees: bool) -> None:
+    files = side_file_rows(checkpoint.directory, sees)
+    draft.table("side_files", ({"file": row[0], "for": row[1], "there": row[2]} for row in files))
     draft.find(absent_side_files(checkpoint.directory, sees))
-    draft.find(disagreements(checkpoint.path(""), checkpoint.config, embedding_rows(kinds)))
+    draft.find(disagreements(checkpoint.path(""), checkpoint.config, rows))
 
 
 def _deep(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.spec import Param
+from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
 from firstlight.engine.weights.packed import FLOATS
+from firstlight.engine.weights.patterns import with_numbers
 from firstlight.engine.weights.source import Source
 
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
@@ -100,19 +103,27 @@ def scale_findings(
     """Scales that nothing announces, scales of nothing, and 8-bit tensors without a scale though others have."""
     paired = [name for name, owner in scales.items() if owner in consumed]
     alone = [name for name, owner in scales.items() if owner not in consumed]
-    for pattern, names in by_pattern(paired).items():
-        plain = tensors[scales[names[0]]].dtype in FLOATS
+    plain = [name for name in paired if tensors[scales[name]].dtype in FLOATS]
+    unannounced = [name for name in paired if tensors[scales[name]].dtype not in FLOATS]
+    for pattern, names in by_pattern(plain).items():
         yield fatal(
-            "unpaired-scale" if plain else "unsupported-format",
-            f"{pattern_range(pattern, names)}: {len(names):,} scales "
-            + ("beside tensors that are not quantized" if plain else "of tensors that config.json does not announce"),
+            "unpaired-scale",
+            f"{pattern_range(pattern, names)}: {len(names):,} scales beside tensors that are not quantized",
             file=tensors[names[0]].file,
             tensors=tuple(names),
-            expected="quantized tensors" if plain else "a quantization_config that says how they are stored",
+            expected="quantized tensors",
             found=f"tensors in {tensors[scales[names[0]]].dtype}",
-            next="fetch the release again: scales and tensors belong to different copies"
-            if plain
-            else "fetch the release's own config.json; how tensors are quantized is not guessed",
+            next="fetch the release again: scales and tensors belong to different copies",
+        )
+    if unannounced:
+        yield fatal(
+            "unsupported-format",
+            f"{shown(unannounced)}: {len(unannounced):,} scales of tensors that config.json does not announce",
+            file=tensors[unannounced[0]].file,
+            tensors=tuple(unannounced),
+            expected="a quantization_config that says how they are stored",
+            found="tensors in " + ", ".join(sorted({tensors[scales[name]].dtype for name in unannounced})),
+            next="fetch the release's own config.json; how tensors are quantized is not guessed",
         )
     for pattern, names in by_pattern(alone).items():
         yield fatal(
@@ -125,9 +136,8 @@ def scale_findings(
             next="fetch the shard that holds the tensor, or the index that lists it",
         )
     owners = set(scales.values())
-    bare = (
-        [name for name in consumed if tensors[name].dtype.startswith("F8_E") and name not in owners] if paired else []
-    )
+    bare = [name for name in consumed if tensors[name].dtype.startswith("F8_E") and name not in owners]
+    bare = bare if unannounced else []  # what is announced has been held against its scales already
     for pattern, names in by_pattern(bare).items():
         yield fatal(
             "unpaired-scale",
@@ -155,9 +165,15 @@ def missing_findings(
     missing = list(missing)
     if not missing:
         return
-    everything, candidates = by_pattern(params), by_pattern(unconsumed)
     yield from _lost_findings([name for name in missing if name in lost], lost)
-    for pattern, names in by_pattern(name for name in missing if name not in lost).items():
+    missing = [name for name in missing if name not in lost]
+    everything, candidates = by_pattern(params) if missing else {}, by_pattern(unconsumed)
+    absent = _absent_layers(missing, params)
+    whole = [name for name in missing if params[name].layer in absent]
+    if whole and not any(_nearest(p, found, params, candidates, tensors) for p, found in by_pattern(whole).items()):
+        yield _layers_finding(whole, absent)
+        missing = [name for name in missing if params[name].layer not in absent]
+    for pattern, names in by_pattern(missing).items():
         total = len(everything[pattern])
         way = "find the tensors under another name and add a weight rule; values are never made up"
         if near := _nearest(pattern, names, params, candidates, tensors):
@@ -172,6 +188,28 @@ def missing_findings(
             found=f"{total - len(names):,} filled",
             next=way,
         )
+
+
+def _absent_layers(missing: Iterable[str], params: Mapping[str, Param]) -> list[int]:
+    """Layers of which nothing is there."""
+    lacking = Counter(params[name].layer for name in missing)
+    if not lacking:
+        return []
+    every = Counter(param.layer for param in params.values())
+    return sorted(n for n, count in lacking.items() if count == every[n] and n not in (FIRST_STAGE, LAST_STAGE))
+
+
+def _layers_finding(names: list[str], layers: list[int]) -> Finding:
+    """One finding for all parameters of layers that are absent as a whole."""
+    which = with_numbers(".*", [layers]).removeprefix(".")
+    return fatal(
+        "missing-tensor",
+        f"layer{'s' if len(layers) > 1 else ''} {which}: no tensor at all, {len(names):,} parameters are not filled",
+        tensors=tuple(names),
+        expected=f"{len(names):,} filled",
+        found="0 filled",
+        next="fetch the shards that hold these layers; if the release has fewer, config.json is of another one",
+    )
 
 
 def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.lots import Consumed, Parameters, Sources
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
 from firstlight.engine.weights.packed import FLOATS, group, left_out, misfit, weight_name, with_columns
-from firstlight.engine.weights.padding import padded_findings
+from firstlight.engine.weights.padding import has_more_rows, padded_findings
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
 from firstlight.engine.weights.wholesale import enter_kinds
@@ -157,7 +157,7 @@ class _Book:
         self.findings: list[Finding] = []
         self.problems: dict[Problem, list[tuple[str, str]]] = {}
         self.twice: list[tuple[str, str]] = []
-        self.padded: dict[str, int] = {}  # tensor -> rows that are its parameter
+        self.padded: dict[str, Param] = {}  # longer tensor -> the parameter that its first rows are
         self.regions: dict[tuple[int, ...], Region] = {}
         self.fills: dict[str, str] = {}
         self.plain: list[str] = []  # though announced as quantized
@@ -244,9 +244,9 @@ class _Book:
             return False
         if packed is None and not _is_plain(tensor, param):
             return False
-        if packed is None and match.rule.unpad and _is_longer(shape, param.shape):
-            self.padded[tensor.name] = param.shape[0]
-            self.sources[name] = Source(tensor.name, tuple((0, size, 1) for size in param.shape))
+        if _is_longer(shape, param.shape) and (has_more_rows(param) or (packed is None and match.rule.unpad)):
+            self.padded[tensor.name] = param
+            self.sources[name] = Source(tensor.name, tuple((0, size, 1) for size in param.shape), packed=packed)
             self.consumed[tensor.name] = match.params
             return True
         if shape != param.shape:

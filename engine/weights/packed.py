@@ -22,6 +22,14 @@ COMPANIONS = (
     "_scale", "_scale_inv", "_scale_2", "_scales", ".scales", ".scale", "_zero_point", ".qzeros", "g_idx",
     "_global_scale", ".weight_shape", "_shape",
 )  # fmt: skip
+# What else a weight of any format may have, to tell what is its own when nothing says how it is stored.
+BESIDE = tuple(
+    Part("", suffix, (), ())
+    for suffix in (
+        *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
+        *("weight_g_idx", "weight_shape", "scale", "scales", "qzeros", "g_idx"),
+    )
+)
 _ACTIVATIONS = "scale of quantized activations: activations are not quantized here"
 _CACHE = "scale of an FP8 key/value cache: the cache holds the run's dtype here"
 LEFT_OUT = {  # what says how activations and caches are quantized, by the last part of its name -> why it is left out
@@ -101,10 +109,14 @@ class _Grouping:
         self.broken: dict[str, str] = {}
         self.problems: dict[Problem, list[str]] = {}
         self.unannounced: dict[str, list[str]] = {}
+        self.unknown: list[str] = []
         self.suffixes = {format_: suffixes(format_) for format_ in scheme.formats}
         self.forms: dict[object, Format | Problem] = {}
 
     def enter(self, name: str, main: TensorInfo) -> None:
+        if not self.scheme.formats:
+            self._enter_unknown(name, main)
+            return
         announced = self.scheme.of(name.removesuffix(".weight"))
         candidates = (announced,) if announced is not None else self.scheme.formats
         for format_ in candidates:
@@ -120,6 +132,14 @@ class _Grouping:
                 self.problems.setdefault(found, []).append(main.name)
                 self.broken[main.name] = name
                 self.companions.update(tensor.name for tensor in there.values() if tensor is not main)
+
+    def _enter_unknown(self, name: str, main: TensorInfo) -> None:
+        """Codes of which nothing says how they are read, told by their name; others are tensors like any."""
+        if name != main.name:
+            self.unknown.append(main.name)
+            self.broken[main.name] = name
+            own = (candidate for part in BESIDE for candidate in part_names(name, part))
+            self.companions.update(candidate for candidate in own if candidate in self.tensors)
 
     def _parts(self, name: str, format_: Format) -> dict[str, TensorInfo]:
         """What there is of a weight, by how the name of each part ends; `up_scale` is one part, however it is read."""
@@ -149,6 +169,8 @@ class _Grouping:
     def close(self) -> Grouped:
         findings = [_wrong(problem, names, self.tensors) for problem, names in self.problems.items()]
         findings += [_not_announced(format_, names, self.tensors) for format_, names in self.unannounced.items()]
+        if self.unknown:
+            findings.append(_unknown(self.unknown, self.tensors))
         return Grouped(self.weights, self.companions, self.broken, tuple(findings))
 
 
@@ -225,6 +247,20 @@ def _wrong(problem: Problem, names: list[str], tensors: Mapping[str, TensorInfo]
         expected=expected,
         found=found,
         next=way,
+    )
+
+
+def _unknown(names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+    """Codes by name, in a checkpoint whose configuration does not say how to read them."""
+    return fatal(
+        "unsupported-format",
+        f"{shown(names)}: {len(names):,} weights are stored as codes with scales, and config.json does not say how to "
+        "read that",
+        file=tensors[names[0]].file,
+        tensors=tuple(names),
+        expected="a quantization_config that says how they are stored",
+        found=", ".join(sorted({f"{name.rsplit('.', 1)[-1]} in {tensors[name].dtype}" for name in names})),
+        next="fetch the release's own config.json; how tensors are quantized is not guessed",
     )
 
 

@@ -1,49 +1,71 @@
-"""Tensors stored longer than their parameter: the tail is padding, and it is read to see that it is nothing else."""
+"""Tensors stored longer than their parameter: the tail is padding, and it is read to see whether it is anything else.
+
+Rows of a vocabulary behind `vocab_size` are never loaded, whatever they hold: no token has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note
+from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.model.spec import Param
+from firstlight.engine.parallel.placement import Vocab
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.naming import by_pattern, pattern_range
 
 
-def padded_findings(checkpoint: Checkpoint, rows: dict[str, int]) -> Iterator[Finding]:
-    """One finding a pattern of names; `rows`: tensor -> how many of it are its parameter. A tail of zeros is a note."""
+def has_more_rows(param: Param) -> bool:
+    """Whether releases may store more rows than there are: those of a vocabulary, for sizes that divide well."""
+    return any(isinstance(place, Vocab) for place in param.placements)
+
+
+def padded_findings(checkpoint: Checkpoint, padded: Mapping[str, Param]) -> Iterator[Finding]:
+    """One finding a pattern of names; `padded`: tensor -> the parameter that its first rows are.
+
+    A tail of zeros is a note, one of values a warning where it is of a vocabulary, and fatal elsewhere.
+    """
     empty: list[str] = []
     full: list[str] = []
-    for name, count in rows.items():
+    for name, param in padded.items():
         try:
-            (full if _has_more(checkpoint, name, count) else empty).append(name)
+            (full if _has_more(checkpoint, name, param.shape[0]) else empty).append(name)
         except Refused as refused:
             yield from refused.findings
-    yield from _say(checkpoint, empty, rows, is_zero=True)
-    yield from _say(checkpoint, full, rows, is_zero=False)
+    yield from _say(checkpoint, empty, padded, is_zero=True)
+    yield from _say(checkpoint, full, padded, is_zero=False)
 
 
-def _has_more(checkpoint: Checkpoint, name: str, rows: int) -> bool:
+def _has_more(checkpoint: Checkpoint, name: str, rows: int, step_bytes: int = 8 << 20) -> bool:
     """Whether a byte behind the first rows is not zero; minus zero counts as a value, which no padding is."""
     info = checkpoint.tensors[name]
-    start = info.nbytes // info.shape[0] * rows
-    return any(checkpoint.read_bytes(name, start, info.nbytes - start))
+    begin = info.nbytes // info.shape[0] * rows
+    return any(
+        any(checkpoint.read_bytes(name, start, min(step_bytes, info.nbytes - start)))
+        for start in range(begin, info.nbytes, step_bytes)
+    )
 
 
-def _say(checkpoint: Checkpoint, names: Iterable[str], rows: dict[str, int], is_zero: bool) -> Iterator[Finding]:
-    kind = note if is_zero else fatal
+def _say(checkpoint: Checkpoint, names: Iterable[str], padded: Mapping[str, Param], is_zero: bool) -> Iterator[Finding]:
     for pattern, group in by_pattern(names).items():
-        info, first = checkpoint.tensors[group[0]], rows[group[0]]
+        info, param = checkpoint.tensors[group[0]], padded[group[0]]
+        first, of_vocabulary = param.shape[0], has_more_rows(param)
         padding = f"rows {first} to {info.shape[0] - 1} of {info.shape[0]}"
+        kind = note if is_zero else warning if of_vocabulary else fatal
+        if is_zero:
+            what, way = "are padding, all zero, and are left out", "nothing to do"
+        elif of_vocabulary:
+            what = f"hold values, but no token has them: vocab_size is {first}; they are left out"
+            way = "nothing, if the tokenizer has no such ids; if it has, config.json is of another release"
+        else:
+            what = "are not zero, so they are not padding"
+            way = "config.json and weights belong to different releases, or heads are counted wrongly; fetch both again"
         yield kind(
             "padded-tensor",
-            f"{pattern_range(pattern, group)}: {padding} are "
-            + ("padding, all zero, and are left out" if is_zero else "not zero, so they are not padding"),
+            f"{pattern_range(pattern, group)}: {padding} {what}",
             file=info.file,
             tensors=tuple(group),
             expected=f"{first} rows, or zeros behind them",
             found="zeros" if is_zero else "values",
-            next="nothing to do"
-            if is_zero
-            else "config.json and weights belong to different releases, or heads are counted wrongly; fetch both again",
+            next=way,
         )

@@ -127,6 +127,32 @@ def test_two_names_for_one_parameter(llama: Path) -> None:
     assert "layers.{0..1}.ffn.down.weight: 2 parameters have two sources" in "\n".join(f.message for f in found)
 
 
+def test_layers_of_which_nothing_is_there_are_one_finding(llama: Path) -> None:
+    finding = one(settle(llama, num_hidden_layers=5))
+    assert finding.message == "layers {2..4}: no tensor at all, 27 parameters are not filled"
+    assert (finding.code, finding.expected, len(finding.tensors)) == ("missing-tensor", "27 filled", 27)
+
+
+def test_a_layer_that_lacks_one_tensor_is_not_absent(llama: Path) -> None:
+    def lose(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".layers.1." in name and "o_proj" not in name]:
+            del tensors[name]
+
+    found = fatal(settle(llama, lose))
+    assert len(found) == 8
+    assert "layers.1.ffn.up.weight: 1 of 2 parameters filled" in [finding.message for finding in found]
+
+
+def test_layers_under_another_name_are_brought_together_with_it(llama: Path) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".layers.1." in name]:
+            tensors[name.replace("layers.1", "blocks.1")] = tensors.pop(name)
+
+    found = [finding for finding in fatal(settle(llama, rename)) if finding.code == "missing-tensor"]
+    assert len(found) == 9
+    assert all("perhaps model.blocks.1." in str(finding.next) for finding in found)
+
+
 def test_left_out_with_a_reason(llama: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     ledger = settle(llama, lambda tensors: tensors.update({name: np.ones(4, np.float32)}))
@@ -161,7 +187,8 @@ def test_what_a_missing_shard_held_is_not_looked_for_elsewhere(stacked: bool, tm
         ("model.layers.0.mlp.up_proj.weight", (2, 12, 8)),
         ("model.layers.0.mlp.up_proj.weight", (12, 8, 1)),
         ("model.layers.0.mlp.up_proj.weight", (0, 8)),
-        ("model.embed_tokens.weight", (33, 8)),
+        ("model.embed_tokens.weight", (31, 8)),
+        ("model.embed_tokens.weight", (33, 9)),
         ("model.norm.weight", (9,)),
     ],
 )
@@ -188,6 +215,22 @@ def test_the_same_problem_in_every_layer_is_one_finding(llama: Path) -> None:
         for part in ("down", "gate", "up")
     ]
     assert all(len(finding.tensors) == 2 for finding in found)
+
+
+@pytest.mark.parametrize(("tail", "severity"), [(0.0, "note"), (2.5, "warning")])
+def test_rows_behind_the_vocabulary_are_left_out(tail: float, severity: str, llama: Path) -> None:
+    def pad(tensors: dict[str, Tensor]) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = np.pad(tensors[name], ((0, 3), (0, 0)), constant_values=tail)  # type: ignore[arg-type]
+
+    ledger = settle(llama, pad)
+    assert ledger.complete
+    assert [(f.code, f.severity, f.tensors) for f in ledger.findings] == [
+        ("padded-tensor", severity, ("lm_head.weight",)),
+        ("padded-tensor", severity, ("model.embed_tokens.weight",)),
+    ]
+    assert all("rows 32 to 34 of 35" in finding.message for finding in ledger.findings)
+    assert ledger.sources["head.weight"].region == ((0, 32, 1), (0, 8, 1))
 
 
 # Words

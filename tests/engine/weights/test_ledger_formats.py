@@ -16,6 +16,7 @@ from firstlight.engine.weights.safetensors_file import Tensor, read
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.accounts import fatal, one, quantize, settle
 from tests.engine.weights.files import LLAMA
+from tests.engine.weights.quantized import CONFIGS
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_a_quantized_checkpoint_is_refused_by_name(llama: Path) -> None:
     assert found[0].message.startswith(
         "14 tensors are stored as F8_E4M3, and config.json does not say how to read that"
     )
-    assert len(found) == 1 + 7, "the weights together, the scales by pattern"
+    assert len(found) == 2, "the weights together, and the scales"
 
 
 def test_a_scale_alone_and_a_weight_without_one(llama: Path) -> None:
@@ -45,6 +46,26 @@ def test_a_scale_alone_and_a_weight_without_one(llama: Path) -> None:
         ("model.layers.0.mlp.up_proj.weight",),
     ]
     assert "a scale of one is never put in its place" in str(found[1].next)
+
+
+@pytest.mark.parametrize("name", ["packed-int4", "mxfp4", "nvfp4", "awq", "gptq"])
+def test_codes_that_nothing_announces_are_one_finding(name: str, tmp_path: Path) -> None:
+    """Told by their names; scales, zero points and shapes go with them, and no parameter is called missing as well."""
+    synthesize({**LLAMA, "hidden_size": 32, "intermediate_size": 64, "quantization_config": CONFIGS[name]}, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    finding = one(settle(tmp_path))
+    assert finding.code == "unsupported-format"
+    assert "14 weights are stored as codes with scales" in finding.message
+    assert "is not guessed" in str(finding.next)
+
+
+def test_a_scale_beside_a_plain_tensor_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    synthesize({**LLAMA, "quantization_config": CONFIGS["fp8-blocks"]}, tmp_path)
+    name = "model.norm.weight_scale"
+    finding = one(settle(tmp_path, lambda tensors: tensors.update({name: np.ones(1, np.float32)})))
+    assert (finding.code, finding.tensors) == ("unpaired-scale", (name,))
 
 
 @pytest.fixture
