@@ -31,8 +31,9 @@ from firstlight.engine.weights.sources.base import (
 Method = Literal["auto", "buffered", "direct"]
 BLOCK_BYTES = 4096  # what O_DIRECT aligns offsets, lengths and memory to, on every disk there is
 DIRECT_BYTES = 1 << 20  # of one read past the cache: memory of one thread
-TRIAL_BYTES = 128 << 20  # read in each way before one is chosen
-TRIAL_FROM_BYTES = 512 << 20  # cold bytes of a load that make a choice worth its trial
+TRIAL_BYTES = 64 << 20  # read in each way before one is chosen
+TRIAL_FROM_BYTES = 384 << 20  # cold bytes of a load that make a choice worth its trial
+CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 LOCAL_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=4 << 10, in_flight=16)
 
@@ -296,7 +297,7 @@ class Trial:
             self._rates[self._phase] = self._bytes / (now_s - self._began_s)
         if self._phase == "direct":
             buffered, direct = self._rates["buffered"], self._rates["direct"]
-            self._chosen = "direct" if direct > buffered else "buffered"
+            self._chosen = "direct" if direct > CLEARLY_FASTER * buffered else "buffered"
             words = "past" if self._chosen == "direct" else "through"
             rates = f"buffered {buffered / 1e9:.2f}, O_DIRECT {direct / 1e9:.2f} GB/s on this load"
             self.verdict = f"cold files are read {words} the page cache: {rates}"
