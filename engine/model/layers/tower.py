@@ -6,6 +6,7 @@ heads, D head dim, A = D / 2 angles, n features, W decoder width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -183,18 +184,15 @@ class _Layer:
 
 
 def _attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, scale: float, setting: Setting) -> Tensor:
-    """Every patch sees all of its length; lengths that are equal are one batch."""
-    lengths, real_T = setting.lengths, setting.real_T
-    if len(set(lengths)) == 1:
-        q, k, v = (one.unflatten(0, (len(lengths), -1)).transpose(1, 2) for one in (q_TND, k_TND, v_TND))
-        mask = None if real_T is None else real_T.view(len(lengths), 1, 1, -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1)
-    assert real_T is None, "masked tiles have one size"
-    parts = zip(*(one.split(lengths) for one in (q_TND, k_TND, v_TND)), strict=True)
-    return torch.cat([_one(q, k, v, scale) for q, k, v in parts])
+    """Every patch sees all of its length; neighbours of equal length are one batch."""
+    runs = [(length, len(list(same))) for length, same in itertools.groupby(setting.lengths)]
+    sizes = [length * count for length, count in runs]
+    masks = [None] * len(runs) if setting.real_T is None else setting.real_T.split(sizes)
+    parts = zip(runs, masks, *(one_TND.split(sizes) for one_TND in (q_TND, k_TND, v_TND)), strict=True)
+    return torch.cat([_alike(count, real, (q, k, v), scale) for (_, count), real, q, k, v in parts])
 
 
-def _one(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, scale: float) -> Tensor:
-    q, k, v = (one.transpose(0, 1) for one in (q_TND, k_TND, v_TND))
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1)
+def _alike(count: int, real_T: Tensor | None, qkv_TND: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
+    q, k, v = (one_TND.unflatten(0, (count, -1)).transpose(1, 2) for one_TND in qkv_TND)
+    mask = None if real_T is None else real_T.view(count, 1, 1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(0, 1)

@@ -94,7 +94,10 @@ def _interpolated(spec: specs.GridPositions, table_PH: Tensor, row_T: Tensor, co
     across, across_weight = _taps(column_T, columns, spec)
     index = (down[:, :, None] * spec.side + across[:, None, :]).flatten(1)
     weight = (down_weight[:, :, None] * across_weight[:, None, :]).flatten(1)
-    return (table_PH[index].float() * weight[..., None]).sum(1).to(table_PH.dtype)
+    found_TH = torch.zeros(len(index), table_PH.shape[1], dtype=torch.float32, device=table_PH.device)
+    for tap in range(index.shape[1]):  # one by one: all at once would be sixteen times as large
+        found_TH += table_PH[index[:, tap]].float() * weight[:, tap, None]
+    return found_TH.to(table_PH.dtype)
 
 
 def _taps(index_T: Tensor, count: int, spec: specs.GridPositions) -> tuple[Tensor, Tensor]:
