@@ -14,11 +14,11 @@ from typing import Any
 from firstlight.workbench.figures import COLOURS, colour, overlap
 from firstlight.workbench.readings import Bucket
 
-__all__ = ["Figure", "compared", "curves", "errors", "layer_bars", "loading", "overlap", "timeline"]
+__all__ = ["Figure", "compared", "curves", "errors", "layer_bars", "layer_rates", "loading", "overlap", "timeline"]
 
 Figure = dict[str, Any]
 Row = Mapping[str, Any]
-QUIET, GRID = "#8a9199", "rgba(127,127,127,.18)"
+QUIET, GRID, LIMIT = "#8a9199", "rgba(127,127,127,.18)", "#d1545a"
 
 
 def _layout(height: int, **changes: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def errors(rows: Sequence[Row], limit: float | None = None) -> Figure:
                 "name": name,
                 "x": places,
                 "y": [value or None for value in values],
-                "line": {"color": COLOURS.get(name, "#b9252c"), "dash": dash, "width": 1.6},
+                "line": {"color": COLOURS.get(name, LIMIT), "dash": dash, "width": 1.6},
                 "marker": {"size": 6},
             }
         )
@@ -190,6 +190,44 @@ def loading(events: Sequence[tuple[str, float, float]], unit_bytes: float = 2**2
     ]
     layout = _layout(280, xaxis={"title": {"text": "s"}}, yaxis={"title": {"text": "MiB"}})
     return {"data": traces, "layout": layout}
+
+
+def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
+    """The rate of reading layer by layer, a bar a rank, beside what the source gives: rows of `load`'s `by_layer`.
+
+    None without rates, as of a load that was held.
+    """
+    ranks: dict[int, list[Row]] = {}
+    for row in rows:
+        if row.get("rate_bytes_per_s"):
+            ranks.setdefault(row["rank"], []).append(row)
+    if not ranks:
+        return None
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": f"rank {rank}",
+            "x": [str(row["layer"]) for row in found],
+            "y": [row["rate_bytes_per_s"] / 2**20 for row in found],
+            "hovertext": [
+                f"{html.escape(str(row['layer']))}, rank {rank}<br>{row['read_bytes'] / 2**20:,.2f} MiB in"
+                f" {row['read_s']:.4f} s"
+                for row in found
+            ],
+            "marker": {"color": colour(f"rank {rank}", rank)},
+        }
+        for rank, found in ranks.items()
+    ]
+    places = list(dict.fromkeys(str(row["layer"]) for row in rows))
+    if limit:
+        line = {"color": LIMIT, "dash": "dash", "width": 1.6}
+        name = f"the source gives {limit / 2**20:,.0f} MiB/s"
+        traces.append(
+            {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [limit / 2**20] * len(places)}
+            | {"line": line}
+        )
+    yaxis = {"title": {"text": "MiB/s"}, "type": "log", "exponentformat": "none"}
+    return {"data": traces, "layout": _layout(280, xaxis={"type": "category"}, yaxis=yaxis, barmode="group")}
 
 
 def compared(names: Sequence[str], values: Mapping[str, Sequence[float | None]], unit: str) -> Figure:

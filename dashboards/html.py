@@ -10,9 +10,11 @@ from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.figures import colour
 from firstlight.workbench.render import words
 from firstlight.workbench.render.terminal import finding_fields, says_something
+from firstlight.workbench.report import Metric
 
 SHORT = 28  # characters that stay on one line
 MOST_ROWS = 500
+STATUSES = ("passed", "failed", "refused", "skipped")
 
 
 def said(text: object) -> str:
@@ -45,22 +47,58 @@ def figures(items: Iterable[tuple[str, str]]) -> str:
     return f'<div class="figures">{cells}</div>'
 
 
+def metrics(found: Mapping[str, Metric], prefix: str = "") -> str:
+    """The metrics of a report as large figures, those with a text for a value as lines below. A unit stands once."""
+    shown = {name: one for name, one in found.items() if one.value is not None and name.startswith(prefix)}
+    items = [(name, one) for name, one in shown.items() if words.is_number(one.value)]
+    lines = [(name, one) for name, one in shown.items() if not words.is_number(one.value)]
+    large = figures((_plain_name(name), _measured(name, one)) for name, one in items) if items else ""
+    small = "".join(
+        f'<p><span class="quiet">{said(words.heading(name))}:</span> {said(words.quantity(one.value, one.unit))}</p>'
+        for name, one in lines
+    )
+    return large + (f'<div class="spaced">{small}</div>' if small else "")
+
+
+def _plain_name(name: str) -> str:
+    """The name without its unit, which stands with the value."""
+    return words.heading(name).partition(" (")[0].removesuffix(" tokens per s")
+
+
+def _measured(name: str, metric: Metric) -> str:
+    value, unit = metric.value, metric.unit
+    if unit in ("share", "x") and "share" in (unit, *name.split("_")) and isinstance(value, int | float):
+        return words.quantity(100.0 * value, "%")
+    return words.quantity(value, "" if unit == words.heading(name) else unit)
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, most: int = MOST_ROWS) -> str:
     """Rows by column; columns that say nothing are left out, numbers stand right, long tables are cut and say so."""
     found = list(columns or dict.fromkeys(key for row in rows for key in row))
     shown = [column for column in found if says_something(column, [dict(row) for row in rows])]
     kinds = {c: "n" if any(words.is_number(row.get(c)) for row in rows) else "" for c in shown}
-    head = "".join(f'<th class="{kinds[c]}" scope="col">{said(words.heading(c))}</th>' for c in shown)
+    names = {c: words.heading(c.removesuffix("_bytes_per_s")) for c in shown}
+    head = "".join(f'<th class="{kinds[c]}" scope="col">{said(names[c])}</th>' for c in shown)
     body = "".join(
-        "<tr>" + "".join(_cell(words.cell(c, row.get(c)), kinds[c]) for c in shown) + "</tr>" for row in rows[:most]
+        "<tr>" + "".join(_cell(c, _in_words(c, row.get(c)), kinds[c]) for c in shown) + "</tr>" for row in rows[:most]
     )
     more = nothing(f"and {len(rows) - most:,} more rows") if len(rows) > most else ""
     return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>{body}</table></div>{more}'
 
 
-def _cell(text: str, kind: str) -> str:
-    kind = kind or ("t" if len(text) <= SHORT else "")
-    return f'<td class="{kind}">{said(text)}</td>'
+def _in_words(column: str, value: Any) -> str:
+    """A value by its column's name: rates of bytes with prefixes, shares as percentages, else as everywhere."""
+    if words.is_number(value) and column.endswith("_bytes_per_s"):
+        return words.quantity(value, "B/s")
+    if words.is_number(value) and (column.startswith("share_") or column == "overlapped"):
+        return words.quantity(100.0 * value, "%")
+    return words.cell(column, value)
+
+
+def _cell(column: str, text: str, kind: str) -> str:
+    kind = kind or ("t" if len(text) <= SHORT else "w")
+    inner = status(text) if column == "status" and text in STATUSES else said(text)
+    return f'<td class="{kind}">{inner}</td>'
 
 
 def findings(found: Sequence[Finding]) -> str:

@@ -27,6 +27,7 @@ COLOURS = {
     "cache": "#7a68a6",
     "state": "#b0a4d4",
     "workspace": "#8c8c8c",
+    "free": "rgba(127,127,127,.22)",
     "compute": "#0072b2",
     "communication": "#e69f00",
     "waiting": "#bdbdbd",

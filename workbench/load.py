@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from firstlight.engine.weights.loader import LoadProgress, Weights
 
 
+AFTER_LAYERS = 1 << 20  # from this number on it is behind the last layer; below 0 it is before the first
+HELD_S, HELD_SHARE = 0.5, 0.1  # so long, and so much of the reading: its rate then says nothing
+_ELSEWHERE = ("before the layers", "after the layers")
+
+
 def load(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,
@@ -74,16 +79,18 @@ def load(
     _both_sides(draft, ledger)
     run_dtype = spec.dtype if dtype == "auto" else dtype
     rows: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
     roles: dict[str, list[int]] = {}
     hashed: list[dict[str, Any]] = []
     for rank in range(mesh.world_size):
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=True)
         progress(_phase("reserve memory", rank, mesh.world_size))
         started_s = time.perf_counter()
-        weights = _load_rank(
-            checkpoint, pieces, device, threads, _listener(progress, rank, mesh.world_size), _early(device, pieces)
-        )
-        rows.append({**_rank_row(mesh, pieces, weights), "load_s": time.perf_counter() - started_s})
+        listen = _Listener(progress, rank, mesh.world_size)
+        weights = _load_rank(checkpoint, pieces, device, threads, listen, _early(device, pieces))
+        took_s = time.perf_counter() - started_s
+        rows.append({**_rank_row(mesh, pieces, weights), "load_s": took_s, "held_s": listen.held_s})
+        layers += listen.rows
         _add_roles(roles, pieces, weights)
         if hashes:
             hashed += hash_rows(pieces, weights)
@@ -92,7 +99,8 @@ def load(
         gc.collect()
     _ranks(draft, rows, run_dtype)
     _memory(draft, rows, roles)
-    _against_limit(draft, rows, checkpoint, origin, threads or checkpoint.source.shape.in_flight, limit)
+    rate = _against_limit(draft, rows, checkpoint, origin, threads or checkpoint.source.shape.in_flight, limit)
+    draft.table("by_layer", (_with_rate(row, rate, _is_held(rows)) for row in layers))
     if hashes:
         draft.table("hashes", hashed)
     return draft.close()
@@ -141,7 +149,7 @@ def _load_rank(
 
     from firstlight.engine.weights.loader import load as load_rank
 
-    return load_rank(checkpoint, pieces, _device(device), threads, listen, reserved)
+    return load_rank(checkpoint, pieces, _device(device), threads, listen, reserved, by_layer=True)
 
 
 def _both_sides(draft: Draft, ledger: Ledger) -> None:
@@ -177,13 +185,43 @@ def _phase(name: str, rank: int, world_size: int) -> str:
     return name if world_size == 1 else f"{name}, rank {rank} of {world_size}"
 
 
-def _listener(progress: Progress, rank: int, world_size: int) -> Any:
-    phase = _phase("read weights", rank, world_size)
+class _Listener:
+    """Tells how a rank's load goes on, and keeps a row a layer: bytes and seconds, without the time that telling took.
 
-    def listen(now: LoadProgress) -> None:
-        progress(phase, now.bytes_done, now.bytes_total, "B", f"layer {now.layer}" if 0 <= now.layer < 1 << 20 else "")
+    Whoever is told may hold the load there, as a view does that goes layer by layer: `held_s`.
+    """
 
-    return listen
+    def __init__(self, progress: Progress, rank: int, world_size: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.held_s = 0.0
+        self._progress = progress
+        self._rank = rank
+        self._phase = _phase("read weights", rank, world_size)
+        self._done, self._at_s = 0, 0.0
+
+    def __call__(self, now: LoadProgress) -> None:
+        name = f"layer {now.layer}" if 0 <= now.layer < AFTER_LAYERS else _ELSEWHERE[now.layer > 0]
+        if not self.rows or self.rows[-1]["layer"] != name:
+            self.rows.append({"rank": self._rank, "layer": name, "read_bytes": 0, "read_s": 0.0})
+        row = self.rows[-1]
+        row["read_bytes"] += now.bytes_done - self._done
+        row["read_s"] += now.elapsed_s - self._at_s
+        started_s = time.perf_counter()
+        self._progress(self._phase, now.bytes_done, now.bytes_total, "B", name)
+        held_s = time.perf_counter() - started_s
+        self.held_s += held_s
+        self._done, self._at_s = now.bytes_done, now.elapsed_s + held_s
+
+
+def _is_held(rows: list[dict[str, Any]]) -> bool:
+    """Whether so much of the time went to whoever was told that the rates say nothing about reading."""
+    return any(row["held_s"] > max(HELD_S, HELD_SHARE * row["read_s"]) for row in rows)
+
+
+def _with_rate(row: Mapping[str, Any], limit: float | None, is_held: bool) -> dict[str, Any]:
+    """A row of a layer with its rate and that rate's share of the source's; none where the load was held."""
+    rate = row["read_bytes"] / row["read_s"] if row["read_s"] > 0 and not is_held else None
+    return {**row, "rate_bytes_per_s": rate, "share_of_limit": rate / limit if rate and limit else None}
 
 
 def _rank_row(mesh: Mesh, pieces: RankPieces, weights: Weights) -> dict[str, Any]:
@@ -220,7 +258,13 @@ def _ranks(draft: Draft, rows: list[dict[str, Any]], dtype: str) -> None:
     read_bytes, read_s = sum(row["read_bytes"] for row in rows), sum(row["read_s"] for row in rows)
     draft.metric("ranks", len(rows), "ranks", "one after the other in this process")
     draft.metric("read_bytes", read_bytes, "B", f"kept as {dtype}")
-    draft.metric("read_rate", read_bytes / read_s if read_s > 0 else None, "B/s", "reading, cutting and converting")
+    is_held, held_s = _is_held(rows), sum(row["held_s"] for row in rows)
+    draft.metric(
+        "read_rate",
+        read_bytes / read_s if read_s > 0 and not is_held else None,
+        "B/s",
+        f"none: the load was held between layers for {held_s:.1f} s" if is_held else "reading, cutting and converting",
+    )
     draft.metric("read_s", read_s, "s")
     draft.metric(
         "reserve_s", sum(row["reserve_s"] for row in rows), "s", "memory backed, ahead of what is read into it"
@@ -240,7 +284,7 @@ def _ranks(draft: Draft, rows: list[dict[str, Any]], dtype: str) -> None:
 
 
 def _for_table(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "huge_page_reason"}
+    return {key: value for key, value in row.items() if key not in ("huge_page_reason", "held_s")}
 
 
 def _add_roles(roles: dict[str, list[int]], pieces: RankPieces, weights: Weights) -> None:
@@ -267,13 +311,16 @@ def _memory(draft: Draft, rows: list[dict[str, Any]], roles: dict[str, list[int]
 
 def _against_limit(
     draft: Draft, rows: list[dict[str, Any]], checkpoint: Checkpoint, origin: str, threads: int, wanted: bool
-) -> None:
+) -> float | None:
+    """Adds the rate beside what the source gives, which is returned in bytes a second if it is known."""
     draft.metric("source", checkpoint.source.url or checkpoint.directory, "", origin)
     rate, words = source_limit(checkpoint, threads) if wanted else (None, "not asked for")
     draft.metric("source_limit", rate, "B/s", words)
     read_s = sum(row["read_s"] for row in rows)
-    share = sum(row["read_bytes"] for row in rows) / read_s / rate if rate and read_s > 0 else None
+    is_known = bool(rate) and read_s > 0 and not _is_held(rows)
+    share = sum(row["read_bytes"] for row in rows) / read_s / rate if rate and is_known else None
     draft.metric("share_of_limit", share, "x", "rate of reading, cutting and converting over that of the source")
+    return rate
 
 
 def ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:

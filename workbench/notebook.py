@@ -14,7 +14,7 @@ from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.figures import View
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Report
-from firstlight.workbench.widgets import AskBox, ProgressView
+from firstlight.workbench.widgets import AskBox, ProgressView, Stepper
 
 
 class RungFailed(FirstlightError):
@@ -34,8 +34,22 @@ class NotebookBringup(Bringup):
     """
 
     _view: ProgressView | None = None
+    stepper: Stepper | None = None
+    """Pause, next layer and go on of the load that is running."""
     stop: bool = False
     """Whether a rung that does not pass ends the notebook (`RungFailed`), as in a runbook that runs by itself."""
+
+    def load(self, step: bool = False) -> Report:
+        """See `Bringup.load`. Buttons pause it and let it go on, layer by layer; with `step` it begins paused.
+
+        A load that was held says so in its report, and claims no rate.
+        """
+        self.stepper = Stepper(paused=step).show()
+        try:
+            return super().load()
+        finally:
+            stepper, self.stepper = self.stepper, None
+            stepper.close()
 
     def memory_map(self) -> View:
         """What each rank of the running engine holds, by role."""
@@ -89,7 +103,7 @@ class NotebookBringup(Bringup):
     def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:
         self._view = ProgressView().show()
         try:
-            report = super()._rung(verb, work)
+            report = super()._rung(verb, _with_every_event(work) if self.stepper is not None else work)
         finally:
             view, self._view = self._view, None
             view.close()
@@ -104,3 +118,10 @@ class NotebookBringup(Bringup):
         super()._keep(event)
         if self._view is not None:
             self._view(event)
+        if self.stepper is not None and event.unit == "B":
+            self.stepper(event)
+
+
+def _with_every_event(work: Callable[[Progress], Report]) -> Callable[[Progress], Report]:
+    """The work of a rung without leaving out events that come fast: whoever goes layer by layer wants to see each."""
+    return lambda progress: work(Progress(progress.rung, progress.listeners, 0.0))

@@ -7,6 +7,7 @@ rung ends, the box keeps its transcript in an output of its own. Everything a mo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -83,6 +84,100 @@ class ProgressView:
         self._box.close()
 
 
+class Stepper:
+    """Pause, next layer, go on: holds whoever calls it between two layers while it is paused.
+
+    The one who is held holds no lock, readers have read ahead and wait, and an interrupt ends the waiting. Where it was
+    held, and for how long, stays as the static twin.
+    """
+
+    def __init__(self, paused: bool = False) -> None:
+        self.held: list[tuple[ProgressEvent, float]] = []
+        """Where it was held (the last event before), and for how many seconds."""
+        self._paused = paused
+        self._passes = 0  # layers that may still go by while it is paused
+        self._change = threading.Condition()
+        self._at: tuple[str, str] | None = None
+        self._handle: Any = None
+        self._buttons = {
+            name: ipw.Button(description=name, layout=ipw.Layout(width="7rem"))
+            for name in ("Pause", "Next layer", "Go on")
+        }
+        self._said = ipw.HTML()
+        for name, act in (("Pause", self.pause), ("Next layer", self.next_layer), ("Go on", self.go_on)):
+            self._buttons[name].on_click(lambda _, act=act: act())
+        self._box = ipw.HBox([*self._buttons.values(), self._said])
+        self._say()
+
+    def show(self) -> Stepper:
+        """Displays the buttons under the running cell."""
+        if self._handle is None:
+            self._handle = display(self._box, display_id=True)
+        return self
+
+    def pause(self) -> None:
+        """Holds at the end of the layer that is being read."""
+        self._set(True)
+
+    def next_layer(self) -> None:
+        """Lets one more layer go by and holds again."""
+        self._set(True, 1)
+
+    def go_on(self) -> None:
+        """Holds no more."""
+        self._set(False)
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """A layer was read; returns when the next one may be. Called by the thread that reads."""
+        if self._at == (event.phase, event.detail) or (event.total is not None and event.done >= event.total):
+            return
+        self._at = event.phase, event.detail
+        started_s, is_held = time.monotonic(), False
+        with self._change:
+            if self._passes:
+                self._passes -= 1
+            while self._paused and not self._passes:
+                is_held = True
+                self._say(event)
+                self._change.wait(0.5)  # so short that an interrupt is seen
+        if is_held:
+            self.held.append((event, time.monotonic() - started_s))
+        self._say()
+
+    def twin(self) -> str:
+        """Where the load was held, as plain HTML; nothing if it never was."""
+        if not self.held:
+            return ""
+        rows = "".join(
+            f'<div class="row"><span class="name">held behind {escape(event.detail)}</span><span class="num">'
+            f"{escape(event.phase)}: {_amount_so_far(event)}, for {words.seconds(held_s)}</span></div>"
+            for event, held_s in self.held
+        )
+        return f'<div class="fl-fig"><style>{STYLE}</style>{rows}</div>'
+
+    def close(self) -> None:
+        """Lets go of whoever is held and puts the static twin in the place of the buttons."""
+        self.go_on()
+        if self._handle is not None:
+            self._handle.update(HTML(self.twin()))
+            self._handle = None
+        self._box.close()
+
+    def _set(self, paused: bool, passes: int = 0) -> None:
+        with self._change:
+            self._paused = paused
+            self._passes = self._passes + passes if paused and passes else 0
+            self._change.notify_all()
+        self._say()
+
+    def _say(self, event: ProgressEvent | None = None) -> None:
+        self._buttons["Pause"].disabled = self._paused
+        self._buttons["Next layer"].disabled = self._buttons["Go on"].disabled = not self._paused
+        at = f"held behind {escape(event.detail)}, {_amount_so_far(event)}" if event is not None else ""
+        if self._said.value != at:
+            self._said.value = at
+
+
 class AskBox:
     """A text box, a picture to drop, a button, and the transcript. `ask` does from code what the button does."""
 
@@ -145,6 +240,12 @@ def _so_far(pace: Pace) -> str:
     speed = words.quantity(rate, f"{last.unit}/s") if rate and last.unit else ""
     left = "" if left_s is None else "done" if left_s == 0 else f"{words.seconds(left_s)} to go"
     return "   ".join(part for part in (_amount(last), speed, left, last.detail) if part)
+
+
+def _amount_so_far(event: ProgressEvent) -> str:
+    """How much of how much."""
+    so_far = words.quantity(event.done, event.unit)
+    return so_far if event.total is None else f"{so_far} of {words.quantity(event.total, event.unit)}"
 
 
 def _amount(event: ProgressEvent) -> str:

@@ -57,16 +57,11 @@ class Checkpoint:
                 html.page(html.card("Checkpoint", html.nothing("not scanned yet: firstlight scan CKPT --run RUN"))),
             )
             return
-        items = [
-            (words.heading(name), words.quantity(metric.value, metric.unit))
-            for name, metric in scan.metrics.items()
-            if metric.value is not None
-        ]
         checks = [{"check": c.name, "status": c.status, "detail": c.detail} for c in scan.checks]
         put(
             self._top,
             html.page(
-                html.card(scan.title, html.figures(items)),
+                html.card(scan.title, html.metrics(scan.metrics)),
                 html.card("Checks", html.table(checks)),
                 html.card("Findings", html.findings(scan.findings)),
             ),

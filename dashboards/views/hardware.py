@@ -47,7 +47,7 @@ class Hardware:
         follower = self._page.follower
         self._series = follower.series() if follower is not None else []
         kinds = dict.fromkeys(
-            f"{one.metric} ({one.unit})"
+            _kind(one)
             for one in self._series
             if one.source not in HIDDEN and "block" not in one.device
         )
@@ -64,7 +64,7 @@ class Hardware:
         if follower is None or span is None or not self._metric.value:
             show(self._plot, None)
             return
-        wanted = {s.id: s for s in self._series if f"{s.metric} ({s.unit})" == self._metric.value}
+        wanted = {s.id: s for s in self._series if _kind(s) == self._metric.value}
         shown = dict(list(wanted.items())[:MOST_CURVES])
         found = follower.history(list(shown), *span, 600)
         curves = {shown[key].device: buckets for key, buckets in found.items() if any(b.count for b in buckets)}
@@ -72,6 +72,11 @@ class Hardware:
         show(self._plot, figures.curves(curves, unit, 300) if curves else None)
         left = len(wanted) - len(shown)
         put(self._note, html.page(html.nothing(f"{left} more devices are not drawn")) if left > 0 else "")
+
+
+def _kind(series: Series) -> str:
+    """What can be chosen to be drawn, of all devices that have it."""
+    return f"{words.heading(series.metric)} ({series.unit})"
 
 
 def devices(snapshot: Snapshot) -> str:
@@ -85,7 +90,8 @@ def devices(snapshot: Snapshot) -> str:
             "Hardware", html.nothing("no readings yet: they are taken while a run loads, starts and serves")
         )
     newest_s = max(trail.last.time_s for trails in by_device.values() for trail in trails)
-    cards = [_device(device, trails, newest_s) for device, trails in by_device.items()]
+    first = sorted(by_device.items(), key=lambda item: not any(trail.last.alarm for trail in item[1]))  # alarms
+    cards = [_device(device, trails, newest_s) for device, trails in first]
     return f'<div class="grid">{"".join(cards)}</div>'
 
 

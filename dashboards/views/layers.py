@@ -6,8 +6,7 @@ from typing import Any
 
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
-from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
-from firstlight.workbench.render import words
+from firstlight.dashboards.views.view import Page, column, heading, pane, plot, put, show
 from firstlight.workbench.report import Report
 
 
@@ -18,8 +17,8 @@ class Layers:
         self._top, self._rest = pane(), pane()
         self._decode, self._prefill = plot(300), plot(300)
         self._decode_title, self._prefill_title = (
-            pane(_title("Decode, ms per block on its slowest rank")),
-            pane(_title("Prefill, ms per block on its slowest rank")),
+            heading("Decode, ms per block on its slowest rank"),
+            heading("Prefill, ms per block on its slowest rank"),
         )
         self._version = -1
 
@@ -40,19 +39,10 @@ class Layers:
         put(self._rest, html.page(_tables(profile, rows)))
 
 
-def _title(text: str) -> str:
-    return html.page(f"<h2>{html.said(text)}</h2>")
-
-
 def _summary(profile: Report | None) -> str:
     if profile is None:
         return html.card("Layers", html.nothing("not profiled yet: firstlight profile CKPT --run RUN"))
-    items = [
-        (words.heading(name), words.quantity(metric.value, metric.unit))
-        for name, metric in profile.metrics.items()
-        if metric.value is not None
-    ]
-    return html.card(profile.title, html.figures(items))
+    return html.card(profile.title, html.metrics(profile.metrics))
 
 
 def _tables(profile: Report | None, rows: list[dict[str, Any]]) -> str:

@@ -9,11 +9,12 @@ import panel as pn
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.dashboards.views.view import Page, column, heading, pane, plot, put, show
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.render import words
 
 RUNGS = ("load", "start")
+TITLES = {"ranks": "By rank", "memory": "By role", "by_layer": "By layer"}
 
 
 class Loading:
@@ -21,7 +22,8 @@ class Loading:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._top, self._plot, self._step, self._rest = pane(), plot(280), pane(), pane()
+        self._top, self._rates, self._plot, self._step, self._rest = pane(), plot(), plot(280), pane(), pane()
+        self._rates_title, self._plot_title = heading("Rate by layer, as it came"), heading("Bytes over time")
         self._replay = pn.widgets.IntSlider(
             name="Replay: event", value=0, start=0, end=1, stylesheets=[FIELDS], sizing_mode="stretch_width"
         )
@@ -30,7 +32,16 @@ class Loading:
         self._version: tuple[int, int] = (-1, -1)
 
     def panel(self) -> Any:
-        return column(self._top, self._plot, self._replay, self._step, self._rest)
+        return column(
+            self._top,
+            self._rates_title,
+            self._rates,
+            self._plot_title,
+            self._plot,
+            self._replay,
+            self._step,
+            self._rest,
+        )
 
     def draw(self, snapshot: Snapshot) -> None:
         count = sum(int(pace.last.time_s * 1000) for (rung, _), pace in snapshot.progress.items() if rung in RUNGS)
@@ -41,29 +52,32 @@ class Loading:
         self._events = follower.progress(RUNGS, unit="B") if follower is not None else []
         load = snapshot.latest("load")
         put(self._top, html.page(self._summary(snapshot)))
-        first_s = self._events[0].time_s if self._events else 0.0
-        points = [(f"{event.rung}: {event.phase}", event.time_s - first_s, event.done) for event in self._events]
+        points = _points(self._events)
+        self._plot_title.visible = bool(points)
         show(self._plot, figures.loading(points) if points else None)
+        rows = load.tables.get("by_layer", []) if load is not None else []
+        limit = load.metrics["source_limit"].value if load is not None and "source_limit" in load.metrics else None
+        bars = figures.layer_rates(rows, limit if isinstance(limit, int | float) else None)
+        self._rates_title.visible = bars is not None
+        show(self._rates, bars)
         self._replay.visible = self._step.visible = len(self._events) > 1
         self._replay.end = max(1, len(self._events) - 1)
         self._draw_step()
-        tables = {name: rows for name, rows in load.tables.items() if rows} if load is not None else {}
-        put(self._rest, html.page(*(html.card(words.heading(name), html.table(rows)) for name, rows in tables.items())))
+        tables = {name: found for name, found in load.tables.items() if found} if load is not None else {}
+        cards = (html.card(TITLES.get(name, words.heading(name)), html.table(tables[name])) for name in tables)
+        put(self._rest, html.page(*cards))
 
     def _summary(self, snapshot: Snapshot) -> str:
         load = snapshot.latest("load")
         if load is None:
             return html.card("Loading", html.nothing("nothing was loaded in this run yet"))
-        items = [
-            (words.heading(name), words.quantity(metric.value, metric.unit))
-            for name, metric in load.metrics.items()
-            if metric.value is not None
-        ]
         checks = [
             {"check": c.name, "status": c.status, "value": c.value, "limit": c.limit, "unit": c.unit}
             for c in load.checks
         ]
-        return html.card(load.title, html.figures(items)) + html.card("Checks", html.table(checks))
+        rate = load.metrics.get("read_rate")
+        why = html.nothing(rate.detail) if rate is not None and rate.value is None and rate.detail else ""
+        return html.card(load.title, html.metrics(load.metrics) + why) + html.card("Checks", html.table(checks))
 
     def _draw_step(self) -> None:
         if len(self._events) < 2:
@@ -77,3 +91,11 @@ class Loading:
             self._step,
             html.page(html.card("", f"<p>after {words.seconds(at_s)} · {html.said(said)}</p>{html.track(share)}")),
         )
+
+
+def _points(events: list[ProgressEvent]) -> list[tuple[str, float, float]]:
+    """(phase, seconds since the first event of its rung, bytes): every rung begins at 0, whenever it was done."""
+    first_s: dict[str, float] = {}
+    for event in events:
+        first_s.setdefault(event.rung, event.time_s)
+    return [(f"{event.rung}: {event.phase}", event.time_s - first_s[event.rung], event.done) for event in events]

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import panel as pn
+
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
-from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.dashboards.theme import FIELDS
+from firstlight.dashboards.views.view import Page, column, heading, pane, plot, put, show
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
 
+WHOLE = ("memory_used", "resident", "allocated", "reserved")
+KINDS = ("whole devices", "by role")
 OTHER = frozenset(("process_bytes", "total_bytes", "free_bytes", "weight_bytes"))
 
 
@@ -20,12 +25,14 @@ class Memory:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._bars, self._plot = pane(), plot(260)
-        self._over_time = pane(html.page(html.card("", "<h2>Over time, as the system and the engine say</h2>")))
+        self._over_time = heading("Over time, as the system and the engine say")
+        self._kind = pn.widgets.RadioButtonGroup(name="Over time", options=list(KINDS), stylesheets=[FIELDS], width=280)
+        self._kind.param.watch(lambda _: self._draw_curves(), "value")
         self._version = -1
         self._drawn = -1
 
     def panel(self) -> Any:
-        return column(self._bars, self._over_time, self._plot)
+        return column(self._bars, self._over_time, self._kind, self._plot)
 
     def draw(self, snapshot: Snapshot) -> None:
         if snapshot.reports_version != self._version:
@@ -33,9 +40,13 @@ class Memory:
             put(self._bars, html.page(_planned(snapshot), _measured(snapshot.latest("start")), _pools(snapshot)))
         if snapshot.readings_version // 10 != self._drawn:  # a curve of an hour does not move ten times a second
             self._drawn = snapshot.readings_version // 10
-            found = self._curves()
-            self._over_time.visible = bool(found)
-            show(self._plot, figures.curves(found, "MiB") if found else None)
+            self._draw_curves()
+
+    def _draw_curves(self) -> None:
+        found = self._curves()
+        if found or self._kind.value == KINDS[0]:  # else there is still the other kind to look at
+            self._over_time.visible = self._kind.visible = bool(found)
+        show(self._plot, figures.curves(found, "MiB") if found else None)
 
     def _curves(self) -> dict[str, Any]:
         follower = self._page.follower
@@ -43,9 +54,10 @@ class Memory:
         if follower is None or span is None:
             return {}
         wanted = {
-            one.id: f"{one.device} {one.metric}"
+            one.id: f"{one.device} {words.heading(one.metric)}"
             for one in follower.series()
-            if one.unit == "B" and one.metric in ("memory_used", "resident", "allocated", "reserved")
+            if one.unit == "B" and (one.metric in WHOLE or one.source == "memory")
+            if (one.metric in WHOLE) == (self._kind.value == KINDS[0])
         }
         found = follower.history(list(wanted), *span, 400)
         scale = 1 / 2**20
@@ -83,6 +95,8 @@ def _planned(snapshot: Snapshot) -> str:
         bars.append((f"rank {row['rank']}", parts, said))
     fits = max((sum(parts.values()) for _, parts, _ in bars), default=0.0)
     scale = longest if longest and fits > 0.02 * longest else None  # a toy on a large device would be a hairline
+    if scale:
+        bars = [(name, {**parts, "free": max(0.0, scale - sum(parts.values()))}, said) for name, parts, said in bars]
     note = "" if scale else "<p class='quiet'>bars are scaled to the fullest rank, not to the device</p>"
     return html.card("Planned, by rank and role", html.stacked(bars, scale) + note)
 

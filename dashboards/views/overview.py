@@ -8,6 +8,7 @@ from typing import Any
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot, progress_rows
 from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.engine.findings import Finding
 from firstlight.engine.serving.api import Health
 from firstlight.workbench.ladder import highlights
 from firstlight.workbench.render import words
@@ -21,13 +22,14 @@ class Overview:
     title = "Overview"
 
     def __init__(self, page: Page) -> None:
-        self._head, self._ladder, self._engine, self._rest = pane(), pane(), pane(), pane()
+        self._head, self._wrong, self._ladder, self._engine, self._rest = (pane() for _ in range(5))
 
     def panel(self) -> Any:
-        return column(self._head, self._ladder, self._engine, self._rest)
+        return column(self._head, self._wrong, self._ladder, self._engine, self._rest)
 
     def draw(self, snapshot: Snapshot) -> None:
         put(self._head, _head(snapshot))
+        put(self._wrong, _wrong(snapshot))
         put(self._ladder, html.page(html.card("Ladder", _ladder(snapshot) + _running(snapshot))))
         put(self._engine, _engine(snapshot))
         put(self._rest, _rest(snapshot))
@@ -84,32 +86,63 @@ def _running(snapshot: Snapshot) -> str:
     return "".join(rows)
 
 
-def _engine(snapshot: Snapshot) -> str:
-    health = snapshot.health
-    alarms = "".join(
+def _wrong(snapshot: Snapshot) -> str:
+    """What failed and what to do next, before everything else: the engine, then rungs, then readings that alarm."""
+    health, parts = snapshot.health, []
+    if health is not None and health.failure is not None:
+        failure = health.failure
+        body = (
+            f"<p>{html.status('failed')} rank {failure.rank} in phase {html.said(failure.phase)}: "
+            f"{html.said(failure.reason)}</p><p class='quiet'>See engine/rank{failure.rank}.log in the "
+            "run directory, and start again.</p>"
+        )
+        parts.append(html.card("The engine failed", body, "alarm"))
+    last = _last(snapshot)
+    failed = [(report, check) for report in last for check in report.checks if check.status == "failed"]
+    rows = "".join(
+        f"<tr><td class='t'>{html.status('failed')}</td><td class='t'>{html.said(report.verb)}</td>"
+        f"<td class='w'>{html.said(check.name)} <span class='quiet'>{html.said(check.detail)}</span></td></tr>"
+        for report, check in failed
+        if report.verb != "up"
+    )
+    fatal = [finding for report in last for finding in report.findings if finding.severity == "fatal"]
+    if fatal:
+        parts.append(html.card("What failed, and what to do next", html.findings(_once(fatal)), "alarm"))
+    if rows:
+        title = "Checks that failed" if fatal else "What failed"
+        parts.append(html.card(title, f'<div class="scroll" tabindex="0"><table>{rows}</table></div>', "alarm"))
+    return html.page(*parts, _alarms(snapshot)) if parts or snapshot.alarms else ""
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """A rung's findings come again in the report of `up`."""
+    return list({(one.code, one.message): one for one in found}.values())
+
+
+def _alarms(snapshot: Snapshot) -> str:
+    return "".join(
         html.card(
             f"alarm: {one.device}",
-            f"<p>{html.said(one.metric)}: {html.said(one.reason or words.quantity(one.value, one.unit))}</p>",
+            f"<p>{html.said(words.heading(one.metric))}: "
+            f"{html.said(one.reason or words.quantity(one.value, one.unit))}</p>",
             "alarm",
         )
         for one in snapshot.alarms
         if one.source != "engine"
     )
-    if health is None:
-        return html.page(alarms)
-    if health.failure is not None:
-        body = (
-            f"<p>{html.status('failed')} rank {health.failure.rank} in phase {html.said(health.failure.phase)}: "
-            f"{html.said(health.failure.reason)}</p><p class='quiet'>See engine/rank{health.failure.rank}.log in the "
-            "run directory, and start again.</p>"
-        )
-        return html.page(html.card("Engine", body, "alarm") + alarms)
-    return html.page(html.card("Engine", _alive(snapshot, health)) + alarms)
+
+
+def _engine(snapshot: Snapshot) -> str:
+    health = snapshot.health
+    if health is None or health.failure is not None:
+        return ""
+    return html.page(html.card("Engine", _alive(snapshot, health)))
 
 
 def _alive(snapshot: Snapshot, health: Health) -> str:
     if health.status in ("stopped", "failed"):
-        return f"<p>{html.status('skipped')} the engine has ended; last stage: {html.said(health.stage)}</p>"
+        stage = f", last in the stage {html.said(health.stage)}" if health.stage else ""
+        return f"<p class='quiet'>no engine answers any more{stage}</p>"
     if health.status == "starting":
         share = health.done / health.total if health.total else 0.0
         return f"<p>starting: {html.said(health.stage)}</p>{html.track(share)}"
@@ -124,18 +157,9 @@ def _alive(snapshot: Snapshot, health: Health) -> str:
 
 def _rest(snapshot: Snapshot) -> str:
     parts = []
-    bad = [finding for report in _last(snapshot) for finding in report.findings if finding.severity != "note"]
-    failed = [(report, check) for report in _last(snapshot) for check in report.checks if check.status == "failed"]
-    if failed:
-        rows = "".join(
-            f"<tr><td class='t'>{html.status('failed')}</td><td class='t'>{html.said(report.verb)}</td>"
-            f"<td>{html.said(check.name)} <span class='quiet'>{html.said(check.detail)}</span></td></tr>"
-            for report, check in failed
-            if report.verb != "up"
-        )
-        parts.append(html.card("What failed", f"<table>{rows}</table>", "alarm"))
-    if bad:
-        parts.append(html.card("What to do next", html.findings(bad)))
+    warned = [finding for report in _last(snapshot) for finding in report.findings if finding.severity == "warning"]
+    if warned:
+        parts.append(html.card("To look at", html.findings(_once(warned))))
     up = snapshot.latest("up")
     if up is not None and up.tables.get("predicted_and_measured"):
         parts.append(html.card("Predicted beside measured", html.table(_side_by_side(up))))

@@ -53,14 +53,12 @@ class Verify:
             return
         failed = [check for check in report.checks if check.status == "failed"]
         said = f"{html.status(report.status)} · {len(report.checks) - len(failed)} of {len(report.checks)} checks"
-        items = [
-            (words.heading(name), words.quantity(metric.value, metric.unit))
-            for name, metric in report.metrics.items()
-            if metric.value is not None and (name.startswith(case.strip()) or not case)
-        ]
         put(
             self._top,
-            html.page(html.card(report.title, f"<p>{said}</p>{html.figures(items)}"), _first_fault(report, case)),
+            html.page(
+                html.card(report.title, f"<p>{said}</p>{html.metrics(report.metrics, case.strip())}"),
+                _first_fault(report, case),
+            ),
         )
         rows = next(
             (rows for name, rows in report.tables.items() if name.startswith(case) and name.endswith("layers")), []

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import panel as pn
 
+from firstlight.dashboards import html
 from firstlight.dashboards.figures import Figure
 from firstlight.dashboards.store import DataStore, Follower, Snapshot
 from firstlight.dashboards.theme import SHEET
@@ -38,6 +39,11 @@ class View(Protocol):
 def pane(text: str = "") -> Any:
     """A piece of page as HTML, with the style sheet."""
     return pn.pane.HTML(text, stylesheets=[SHEET], sizing_mode="stretch_width", margin=0)
+
+
+def heading(text: str) -> Any:
+    """The title of a figure that stands by itself."""
+    return pane(html.page(f"<h2>{html.said(text)}</h2>"))
 
 
 def put(target: Any, text: str) -> None:

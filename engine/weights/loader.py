@@ -114,13 +114,15 @@ def load(
     progress: Progress | None = None,
     reserved: Pages | None = None,
     cancel: threading.Event | None = None,
+    by_layer: bool = False,
 ) -> Weights:
     """Reserves every storage of the rank on `device`, then reads all pieces, in the order of the forward pass.
 
     Pieces stored in the run's dtype in one run of bytes are read straight into place; others pass through staging
     memory, where they are cut, converted and unpacked while what comes behind is being read. On CPUs memory is backed
     in the background, ahead of the reading; `reserved` is such memory from before (`pages.reserve`), of the right size.
-    `threads` None: as many readers as suit the source.
+    `threads` None: as many readers as suit the source. `by_layer`: small pieces of two layers are never read together,
+    so that `progress` is called between layers.
 
     Raises `Refused` when memory or bytes are not there, and `Cancelled` when `cancel` is set; nothing is kept then.
     """
@@ -135,7 +137,7 @@ def load(
     filling = Filling(checkpoint, pieces.storages, pieces.pieces, storages, device)
     started_s, waited_s, done = time.perf_counter(), pool.waited_s, 0
     try:
-        for layer, nbytes in filling.carry_out(threads, cancel, pool):
+        for layer, nbytes in filling.carry_out(threads, cancel, pool, by_layer=by_layer):
             done += nbytes
             if progress is not None:
                 progress(LoadProgress(layer, done, filling.read_bytes, time.perf_counter() - started_s))
@@ -194,19 +196,20 @@ class Filling:
         cancel: threading.Event | None = None,
         pool: Pool | None = None,
         ahead_bytes: int = AHEAD_BYTES,
+        by_layer: bool = False,
     ) -> Iterator[tuple[int, int]]:
         """Read all pieces in order; (layer, bytes read) of one batch of them after the other.
 
         With `pool`, nothing is read into memory of it that is not backed yet.
         """
-        jobs = self._jobs(pool, min(JOB_BYTES, ahead_bytes))
+        jobs = self._jobs(pool, min(JOB_BYTES, ahead_bytes), by_layer)
         for job in read_jobs(jobs, self._checkpoint.source, threads, cancel=cancel, ahead_bytes=ahead_bytes):
             layer, finishes = job.payload
             for finish in finishes:
                 finish()
             yield layer, job.nbytes
 
-    def _jobs(self, pool: Pool | None, most_bytes: int) -> Iterator[Job]:
+    def _jobs(self, pool: Pool | None, most_bytes: int, by_layer: bool) -> Iterator[Job]:
         """Steps in order, small ones together, with the last one's layer and what is to be done once they are read.
 
         Staging memory is reserved when a job is taken, which is when the memory that its pieces go to is backed.
@@ -214,14 +217,16 @@ class Filling:
         batch: list[Step] = []
         size, layer = 0, 0
         for piece in self._pieces:
+            crosses = by_layer and self._layer_of[piece.storage] != layer
             for step in self._placing.steps(piece):
-                if batch and size + step.nbytes > most_bytes:
+                if batch and (crosses or size + step.nbytes > most_bytes):
                     yield _job(batch, layer)
                     batch, size = [], 0
                 if pool is not None:
                     pool.wait(self._storages[piece.storage])
                 batch.append(step)
                 size += step.nbytes
+                crosses = False
                 layer = self._layer_of[piece.storage]
         if batch:
             yield _job(batch, layer)

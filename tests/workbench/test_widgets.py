@@ -1,16 +1,25 @@
 """Live views outside a browser: what they show, and the static twins that stay."""
 
 import io
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from PIL import Image
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.workbench import figures
+from firstlight.workbench import NotebookBringup, figures
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.progress import Progress
-from firstlight.workbench.widgets import AskBox, ProgressView
+from firstlight.workbench.report import Report
+from firstlight.workbench.widgets import AskBox, ProgressView, Stepper
+from tests.repo.tree import ROOT
+
+MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -71,3 +80,103 @@ def test_figures_have_a_live_and_a_static_form() -> None:
     errors = figures.errors_by_layer([{"of": HOSTILE, "free_running": 1e-6, "teacher_forced": None}])
     assert HOSTILE not in errors.html
     assert "1.00e-06" in errors.html
+
+
+def event_of(layer: str, done: float, total: float = 4.0) -> ProgressEvent:
+    return ProgressEvent(time_s=done, rung="load", phase="read", done=done, total=total, unit="B", detail=layer)
+
+
+def said(bringup: NotebookBringup) -> str:
+    """What stands beside the buttons of the load that is running."""
+    return "" if bringup.stepper is None else bringup.stepper._said.value
+
+
+def clicked(stepper: Stepper, name: str) -> None:
+    (button,) = [button for button in stepper._box.children[:3] if button.description == name]
+    assert not button.disabled, name
+    button.click()
+
+
+def test_a_paused_stepper_lets_one_layer_by_at_a_click() -> None:
+    stepper, passed = Stepper(paused=True), []
+
+    def read() -> None:
+        for number in range(5):
+            stepper(event_of(f"layer {number}", float(number)))
+            stepper(event_of(f"layer {number}", float(number) + 0.5))  # more of the same layer is not held again
+            passed.append(number)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    for number in range(3):
+        wait_until(lambda number=number: f"held behind layer {number}," in stepper._said.value)
+        assert passed == list(range(number))
+        clicked(stepper, "Next layer")
+    wait_until(lambda: "held behind layer 3," in stepper._said.value)
+    clicked(stepper, "Go on")
+    thread.join(10.0)
+    assert passed == [0, 1, 2, 3, 4]
+    assert [event.detail for event, _ in stepper.held] == [f"layer {number}" for number in range(4)]
+    stepper.close()
+    assert "held behind layer 3" in stepper.twin()
+
+
+def test_a_stepper_that_nobody_touches_holds_nothing() -> None:
+    stepper = Stepper()
+    for number in range(3):
+        stepper(event_of(f"layer {number}", float(number)))
+    stepper.close()
+    assert stepper.held == []
+    assert stepper.twin() == ""
+
+
+def test_a_load_is_gone_through_layer_by_layer_and_claims_no_rate_then(tmp_path: Path) -> None:
+    with NotebookBringup(MENAGERIE, run=tmp_path / "run", telemetry_hz=0) as bringup:
+        assert bringup.scan().passed
+        assert bringup.plan().passed
+        found: list[Report] = []
+        thread = threading.Thread(target=lambda: found.append(bringup.load(step=True)), daemon=True)
+        thread.start()
+        for layer in ("before the layers", "layer 0", "layer 1"):
+            wait_until(lambda layer=layer: f"held behind {layer}," in said(bringup))
+            if layer == "layer 1":
+                time.sleep(0.7)
+            clicked(bringup.stepper, "Go on" if layer == "layer 1" else "Next layer")
+        thread.join(60.0)
+        (report,) = found
+        assert report.passed
+        assert report.metrics["read_rate"].value is None
+        assert "held between layers" in report.metrics["read_rate"].detail
+        rows = report.tables["by_layer"]
+        assert [row["layer"] for row in rows][:2] == ["before the layers", "layer 0"]
+        assert sum(row["read_bytes"] for row in rows) == report.metrics["read_bytes"].value
+        assert all(row.get("rate_bytes_per_s") is None for row in rows)
+
+
+def test_an_interrupt_ends_a_held_load(tmp_path: Path) -> None:
+    script = (
+        "import _thread, sys, threading, time\n"
+        "from firstlight.workbench import NotebookBringup\n"
+        "b = NotebookBringup(sys.argv[1], run=sys.argv[2], telemetry_hz=0)\n"
+        "b.scan(), b.plan()\n"
+        "def stop():\n"
+        "    while b.stepper is None or 'held' not in b.stepper._said.value: time.sleep(0.05)\n"
+        "    _thread.interrupt_main()\n"
+        "threading.Thread(target=stop, daemon=True).start()\n"
+        "try: b.load(step=True)\n"
+        "except KeyboardInterrupt: print('interrupted', threading.active_count())\n"
+        "b.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(MENAGERIE), str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "interrupted" in done.stdout, done.stderr
+    assert done.returncode == 0
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    until_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until_s, "it did not happen"
+        time.sleep(0.01)
