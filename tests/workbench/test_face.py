@@ -5,7 +5,7 @@ import pytest
 from firstlight.engine.findings import fatal
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.face import Face, LiveView, pace_words, say_refused
-from firstlight.workbench.ladder import HIGHLIGHTS, _highlights, _tell
+from firstlight.workbench.ladder import HIGHLIGHTS, _tell, highlights
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.report import Draft
 
@@ -92,9 +92,9 @@ def test_an_answer_that_was_not_expected_is_shown_with_what_was(capsys: pytest.C
 
 def test_figures_of_a_line_are_found_under_any_prefix() -> None:
     draft = Draft("verify", "m")
-    assert _highlights(draft.close()) == ""
+    assert highlights(draft.close()) == ""
     draft.metric("prompt_logits_max_abs", 1e-6, "logits")
     draft.metric("random_logits_max_abs", 2e-6, "logits")
     draft.metric("prompt_kl_mean", 1e-9, "nat")
-    assert _highlights(draft.close()) == "1e-06 logits, KL 1e-09 nat"
+    assert highlights(draft.close()) == "1e-06 logits, KL 1e-09 nat"
     assert set(HIGHLIGHTS) == {"scan", "plan", "load", "start", "infer", "verify", "profile", "export"}
