@@ -1,0 +1,117 @@
+"""However a load ends, nothing of it is left: no thread, no open file, no memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from firstlight.engine.errors import Refused
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.loader import LoadProgress, load
+from firstlight.engine.weights.pages import reserve
+from firstlight.engine.weights.readers import Cancelled
+from firstlight.engine.weights.synthesize import synthesize
+from tests.engine.weights.files import LLAMA
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 60 MB, nearly all of it embedding and head."""
+    path = tmp_path_factory.mktemp("large")
+    synthesize({**LLAMA, "vocab_size": 120_000, "hidden_size": 64, "num_attention_heads": 4}, path, shards=2)
+    return path
+
+
+def plan(home: Path) -> tuple[Checkpoint, RankPieces]:
+    checkpoint = Checkpoint.open(home)
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    return checkpoint, rank_pieces(spec, Mesh(), 0, "F32", account(checkpoint, spec, matcher))
+
+
+def left() -> tuple[int, list[str], int]:
+    """Resident bytes, threads and open files of this process."""
+    gc.collect()
+    process = psutil.Process()
+    names = [one.name for one in threading.enumerate() if one.name.startswith(("read-", "pages-"))]
+    return process.memory_info().rss, names, len([one for one in process.open_files() if "large" in one.path])
+
+
+def cancel_at(share: float, cancel: threading.Event) -> Callable[[LoadProgress], None]:
+    def progress(now: LoadProgress) -> None:
+        if now.bytes_done >= share * now.bytes_total:
+            cancel.set()
+
+    return progress
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_a_cancelled_load_gives_everything_back(home: Path, share: float) -> None:
+    checkpoint, pieces = plan(home)
+    assert pieces.nbytes > 50e6
+    before, _, _ = left()
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        load(checkpoint, pieces, threads=2, progress=cancel_at(share, cancel), cancel=cancel)
+    after, threads, files = left()
+    assert after - before < 0.1 * pieces.nbytes
+    assert (threads, files) == ([], 0)
+
+
+def test_an_interrupt_gives_everything_back(home: Path) -> None:
+    checkpoint, pieces = plan(home)
+    before, _, _ = left()
+
+    def interrupted(_: LoadProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(checkpoint, pieces, progress=interrupted)
+    after, threads, files = left()
+    assert after - before < 0.1 * pieces.nbytes
+    assert (threads, files) == ([], 0)
+
+
+def test_a_file_that_is_cut_gives_everything_back(home: Path, tmp_path: Path) -> None:
+    checkpoint, pieces = plan(home)
+    last = home / checkpoint.shards[-1]
+    content = last.read_bytes()
+    before, _, _ = left()
+    last.write_bytes(content[:-1000])
+    try:
+        with pytest.raises(Refused):
+            load(checkpoint, pieces, threads=2)
+    finally:
+        last.write_bytes(content)
+    after, threads, files = left()
+    assert after - before < 0.1 * pieces.nbytes
+    assert (threads, files) == ([], 0)
+
+
+def test_memory_that_was_reserved_before_is_what_weights_lie_in(home: Path) -> None:
+    """And it is waited for no longer than it takes to come."""
+    checkpoint, pieces = plan(home)
+    pages = reserve((storage.nbytes for storage in pieces.storages), threads=1)
+    pages.wait()
+    before, _, _ = left()
+    weights = load(checkpoint, pieces, reserved=pages)
+    after, _, _ = left()
+    assert after - before < 0.1 * pieces.nbytes, "no second copy"
+    assert weights.pool.waited_s == pages.waited_s
+    whole: dict[str, Any] = load(checkpoint, pieces).params
+    assert all((weights.params[name] == value).all() for name, value in whole.items())
+
+
+def test_memory_for_something_else_is_our_own_mistake(home: Path) -> None:
+    checkpoint, pieces = plan(home)
+    with pytest.raises(AssertionError, match="memory for something else"):
+        load(checkpoint, pieces, reserved=reserve([1000]))
