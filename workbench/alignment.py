@@ -281,7 +281,7 @@ class _Finder:
             return "ffn", "router"
         if hidden not in pattern.shape:
             return None
-        order = ("gate_up", "gate", "up", "down") if in_feed else ("qkv", "q", "k", "v", "o")
+        order: tuple[str, ...] = ("gate_up", "gate", "up", "down") if in_feed else ("qkv", "q", "k", "v", "o")
         if not in_feed and not in_attention:
             order = ("qkv", "q", "k", "v", "gate_up", "gate", "up", "down", "o")
         for name in order:

@@ -68,5 +68,5 @@ def _sampled(sample: StepSample, model: str) -> Iterator[Metric]:
 def exposition(stats: EngineStats, model: str) -> bytes:
     """The statistics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(stats, model))  # type: ignore[arg-type]
+    registry.register(_Families(stats, model))
     return generate_latest(registry)

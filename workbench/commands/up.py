@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         from firstlight.workbench.adaptation import Adaptation
 
         adaptation = Adaptation.read(arguments.adaptation)
-        given = frozenset(("mesh",) if options.has_mesh(arguments) else ())
-        engine_options = adaptation.options(engine_options, given)
+        stated = frozenset(("mesh",) if options.has_mesh(arguments) else ())
+        engine_options = adaptation.options(engine_options, stated)
     values = {name: getattr(engine_options, name) for name in engine_options.__struct_fields__}
     checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
     given = session.run.directory if session.run is not None else None
