@@ -12,10 +12,20 @@ from firstlight.engine.model.families.common import (
     in_layers,
     rms,
     rope,
+    silent_rope,
 )
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.rules import ignored, rule
+from firstlight.engine.model.rules import rule
 from firstlight.engine.model.spec import MLP, ModelSpec
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 def spec(config: Config) -> ModelSpec:
@@ -23,6 +33,7 @@ def spec(config: Config) -> ModelSpec:
     for key, value in (("post_norm", False), ("qk_norm", True), ("mlp_bias", False)):
         config.only(key, value, default=value)
     config.only("hidden_act", "xielu", default="xielu")
+    silent_rope(config, **ROPE)
     positions = rope(config, head_dim(config), 12000000.0)
     attention = gqa(config, rope=positions, qk_norm=norm, qkv_bias=bias, output_bias=bias)
     feed_forward = MLP(intermediate=config.size("intermediate_size"), activation="xielu", gated=False)
@@ -36,7 +47,6 @@ RULES = (
     *ATTENTION,
     *QK_NORM,
     *DENSE,
-    *(rule(_ACT + name, f"layers.{{i}}.ffn.act.{name}") for name in ("alpha_p", "alpha_n")),
-    ignored(_ACT + "(beta|eps)", "constants of xIELU, 0.5 and -1e-6"),
+    *(rule(_ACT + name, f"layers.{{i}}.ffn.act.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")),
 )
 FAMILY = Family(name="apertus", model_types=("apertus",), spec=spec, rules=RULES)

@@ -31,6 +31,7 @@ ACTIVATIONS = {  # names in configs -> names of kernels/gated_activation
     "relu": "relu",
     "relu2": "relu2",
 }
+ROPE_ELSEWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -96,6 +97,12 @@ def rope(
     )
 
 
+def silent_rope(config: Config, **fields: Any) -> None:
+    """Rotary parameters that an architecture's code takes where config.json says nothing of them at all."""
+    if not any(key in config for key in ("rope_parameters", "rope_scaling", "rope_theta")):
+        config.assume(rope_parameters=fields)
+
+
 def rope_of_kind(config: Config, dim: int, kind: str, theta: float, local: float | None = None) -> Rope:
     """Rotary positions where layers with windows have their own: unstretched, of base `rope_local_base_freq`.
 
@@ -147,7 +154,7 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
         if key in known_fields and value is not None:
             name, convert = known_fields[key]
             read[name] = convert(value)
-        elif key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None:
+        elif key not in ROPE_ELSEWHERE and value is not None:
             config.unsupported(f"rope_scaling.{key}", value, "a key that a rotary variant here reads")
     if kind in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in config:
         read["original_max_positions"] = config.size("original_max_position_embeddings")  # the outer key wins

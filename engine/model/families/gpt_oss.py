@@ -4,12 +4,31 @@ Gate and up of an expert take turns in one tensor, stored [experts, in, out].
 """
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, TRUNK, decoder, gqa, layer_windows, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    TRUNK,
+    decoder,
+    gqa,
+    layer_windows,
+    rms,
+    rope,
+    silent_rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import ROUTER, mixture, router
 from firstlight.engine.model.rules import rule
 from firstlight.engine.model.spec import Attention, ModelSpec
 from firstlight.kernels.gated_activation.names import named
+
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _windows(config: Config) -> list[int | None]:
@@ -24,6 +43,7 @@ def spec(config: Config) -> ModelSpec:
     size = int(config.get("head_dim", 64))
     config.get("initial_context_length"), config.get("experts_per_token")  # other names of what is read elsewhere
     config.only("hidden_act", "silu", default="silu")
+    silent_rope(config, **ROPE)
     positions = rope(config, size, 150000.0)
 
     def attention(index: int) -> Attention:

@@ -48,9 +48,9 @@ def _minicpm(config: Config) -> dict[str, Any]:
     count, hidden = config.size("num_hidden_layers"), config.size("hidden_size")
     return {
         "norm": rms(config, 1e-5),
-        "layer": {"residual_scale": float(config.get("scale_depth", count**0.5)) / count**0.5},
+        "layer": {"residual_scale": float(config.stated("scale_depth", absent=1.4) or count**0.5) / count**0.5},
         "embed_scale": float(config.get("scale_emb", 12)),
-        "logit_scale": float(config.get("dim_model_base", hidden)) / hidden,
+        "logit_scale": float(config.stated("dim_model_base", absent=256) or hidden) / hidden,
     }
 
 

@@ -1,12 +1,24 @@
 """LFM3: LFM2 with norms on both sides of a block, windows between, and a gate on each head of the attention."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import SANDWICH, decoder, gqa, head_dim, in_layers, rope_of_kind
+from firstlight.engine.model.families.common import (
+    SANDWICH,
+    decoder,
+    gqa,
+    head_dim,
+    in_layers,
+    rope_of_kind,
+    silent_rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.lfm2 import RULES as LFM2_RULES
 from firstlight.engine.model.rules import WeightRule
 from firstlight.engine.model.spec import MLP, Attention, Mixer, ModelSpec, Norm, ShortConv
 
+ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
 KINDS = ("conv", "sliding_attention", "full_attention")
 
 
@@ -36,6 +48,7 @@ def attention(config: Config, kind: str, norm: Norm) -> Attention:
 
 
 def spec(config: Config) -> ModelSpec:
+    silent_rope(config, **ROPE)
     norm = Norm(eps=config.positive("norm_eps", config.get("norm_eps", 1e-5)))
     width, bias = config.size("hidden_size"), bool(config.get("conv_bias", False))
     kinds = kinds_of(config)

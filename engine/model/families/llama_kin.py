@@ -4,6 +4,8 @@ Seed-OSS and SmolLM3.
 Each row of `KIN` is a model type. A key that only one of them has is read for all, at the value that changes nothing.
 """
 
+from typing import Any
+
 import msgspec
 
 from firstlight.engine.model.config import Config
@@ -19,6 +21,7 @@ from firstlight.engine.model.families.common import (
     mlp,
     rms,
     rope,
+    silent_rope,
 )
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import Attention, ModelSpec
@@ -38,17 +41,46 @@ class Kin(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool | None = None  # None: as the other three
     no_rope_interval: int = 0
     full_first_of: int = 0  # the first of so many layers has no window
+    scale: float | None = None  # of scores; None: by the width of a head
+    rope: dict[str, Any] = {}  # where the file says nothing of positions
 
 
 KIN = {
     "arcee": Kin(eps=1e-5, act="relu2", gated=False),
-    "cwm": Kin(theta=1000000.0, eps=1e-5, head_dim=128, full_first_of=4),
+    "cwm": Kin(
+        theta=1000000.0,
+        eps=1e-5,
+        head_dim=128,
+        full_first_of=4,
+        rope={
+            "rope_type": "llama3",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
     "ernie4_5": Kin(theta=500000.0, interleaved=True, eps=1e-5, head_dim=128, tied=True),
-    "granite": Kin(),
+    "granite": Kin(scale=1.0),
     "helium": Kin(theta=100000.0, interleaved=True, eps=1e-8, head_dim=128, output_bias=False),
     "internlm3": Kin(eps=1e-5, head_dim=128),
     "ministral": Kin(),
-    "ministral3": Kin(eps=1e-5, head_dim=128),
+    "ministral3": Kin(
+        eps=1e-5,
+        head_dim=128,
+        rope={
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
     "seed_oss": Kin(head_dim=128, bias=True, output_bias=False),
     "smollm3": Kin(theta=2000000.0, tied=True, no_rope_interval=4),
 }
@@ -84,6 +116,8 @@ def spec(config: Config) -> ModelSpec:
     output_bias = bool(config.get("attention_out_bias", bias if kin.output_bias is None else kin.output_bias))
     own = config.size("hidden_size") // config.size("num_attention_heads")
     size = int(config.stated("head_dim", absent=kin.head_dim) or own)
+    if kin.rope:
+        silent_rope(config, **kin.rope)
     positions = rope(config, size, kin.theta, kin.interleaved, read_elsewhere=("llama_4_scaling_beta",))
     rotated = _rotated(config, kin)
     windows = _windows(config, kin, rotated)
@@ -92,7 +126,7 @@ def spec(config: Config) -> ModelSpec:
         return gqa(
             config,
             head_dim=size,
-            scale=float(config.get("attention_multiplier", size**-0.5)),
+            scale=float(config.get("attention_multiplier", kin.scale or size**-0.5)),
             rope=positions if rotated[index] else None,
             window=windows[index],
             qkv_bias=bias,

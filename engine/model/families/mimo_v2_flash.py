@@ -3,7 +3,17 @@
 import msgspec
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, mlp, rms, rope_of_kind
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    TRUNK,
+    decoder,
+    gqa,
+    mlp,
+    rms,
+    rope_of_kind,
+    silent_rope,
+)
 from firstlight.engine.model.families.deepseek_v3 import extra_layers
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, sigmoid_router, sparse_layers
@@ -11,6 +21,10 @@ from firstlight.engine.model.rules import rule
 from firstlight.engine.model.spec import Attention, ModelSpec
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+ROPE = {
+    FULL: {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.334},
+    WINDOW: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+}
 
 
 def _kinds(config: Config) -> list[str]:
@@ -61,6 +75,8 @@ def _attention(config: Config, kind: str) -> Attention:
 
 
 def spec(config: Config) -> ModelSpec:
+    if "partial_rotary_factor" not in config:
+        silent_rope(config, **ROPE)
     norm = rms(config, float(config.get("layernorm_epsilon", 1e-5)))
     config.only("topk_method", "noaux_tc", default="noaux_tc")
     config.only("scoring_func", "sigmoid", default="sigmoid")

@@ -1,13 +1,23 @@
 """Mixtral: Mistral's attention, every feed-forward a softmax-routed mixture of gated experts."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, TRUNK, activation, decoder, experts, gqa, rms
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    TRUNK,
+    activation,
+    decoder,
+    experts,
+    gqa,
+    head_dim,
+    rms,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec, MoE, Router
 
 
 def spec(config: Config) -> ModelSpec:
-    attention = gqa(config, window=config.get("sliding_window"))
+    attention = gqa(config, rope=rope(config, head_dim(config), 1000000.0), window=config.get("sliding_window"))
     moe = MoE(
         num_experts=config.size("num_local_experts", "num_experts"),
         intermediate=config.size("intermediate_size"),

@@ -42,7 +42,7 @@ def spec(config: Config) -> ModelSpec:
         kind = "full_attention" if windows[index] is None else "sliding_attention"
         return gqa(
             config,
-            rope=rope_of_kind(config, head_dim(config), kind, 10000.0 if is_first else 500000.0),
+            rope=rope_of_kind(config, head_dim(config), kind, 500000.0 if model_type == "olmo3" else 10000.0),
             qkv_bias=bias,
             output_bias=bias,
             clip=config.get("clip_qkv"),

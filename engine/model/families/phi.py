@@ -1,7 +1,17 @@
 """Phi-1 to Phi-2: attention and feed-forward side by side behind one norm, biases everywhere, partial rotation."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ENDS, decoder, gqa, head_dim, in_layers, layer_norm, mlp, rope
+from firstlight.engine.model.families.common import (
+    ENDS,
+    activation,
+    decoder,
+    gqa,
+    head_dim,
+    in_layers,
+    layer_norm,
+    mlp,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
 
@@ -15,7 +25,7 @@ def spec(config: Config) -> ModelSpec:
         output_bias=True,
         qk_norm=norm if config.get("qk_layernorm", False) else None,
     )
-    feed_forward = mlp(config, gated=False, bias=True)
+    feed_forward = mlp(config, activation=activation(config, default="gelu_new"), gated=False, bias=True)
     return decoder(
         config,
         "phi",

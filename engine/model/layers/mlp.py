@@ -42,13 +42,14 @@ class MLP:
 
 
 def _xielu(weights: Access) -> Callable[[Tensor], Tensor]:
-    """alpha_p x^2 + x / 2 above zero, alpha_n (exp(x) - 1 - x) + x / 2 below; arXiv 2411.13010."""
+    """alpha_p x^2 + beta x above zero, alpha_n (exp(x) - 1 - x) + beta x below; arXiv 2411.13010."""
+    beta, eps = weights.tensor("beta").float(), weights.tensor("eps").float()
     positive = F.softplus(weights.tensor("alpha_p").float())
-    negative = 0.5 + F.softplus(weights.tensor("alpha_n").float())
+    negative = beta + F.softplus(weights.tensor("alpha_n").float())
 
     def act(x_TF: Tensor) -> Tensor:
         x = x_TF.float()
-        below = negative * (torch.expm1(x.clamp(max=-1e-6)) - x)
-        return (torch.where(x > 0, positive * x * x, below) + 0.5 * x).to(x_TF.dtype)
+        below = negative * (torch.expm1(torch.minimum(x, eps)) - x)
+        return (torch.where(x > 0, positive * x * x, below) + beta * x).to(x_TF.dtype)
 
     return act

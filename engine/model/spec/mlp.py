@@ -13,7 +13,7 @@ from firstlight.engine.parallel.placement import Shard
 class MLP(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     """scale down(act(gate_scale gate x) * up x), or scale down(act(up x)) when not `gated`.
 
-    The activation `xielu` has two learned numbers (arXiv 2411.13010); it comes without a gate.
+    The activation `xielu` has two learned numbers and two that stand beside them (arXiv 2411.13010), and no gate.
     """
 
     intermediate: int
@@ -49,6 +49,8 @@ class MLP(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
         if self.activation == "xielu":
             yield scope.param("act.alpha_p", 1, role="mlp")
             yield scope.param("act.alpha_n", 1, role="mlp")
+            yield scope.param("act.beta", role="mlp")
+            yield scope.param("act.eps", role="mlp")
 
     def words(self) -> str:
         """`MLP 1,536 silu gated`."""
