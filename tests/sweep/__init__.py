@@ -1,0 +1,1 @@
+"""A sweep over every architecture that transformers has; `make sweep`, not part of continuous integration."""
