@@ -75,6 +75,10 @@ class Reference:
                 )
             except (ValueError, KeyError, OSError) as error:
                 raise unavailable(directory, str(error).splitlines()[0]) from error
+            except RuntimeError as error:
+                if "ignore_mismatched_sizes" not in str(error):
+                    raise
+                raise unavailable(directory, "tensors have other shapes than config.json asks for") from error
         refuse_random(directory, info)
         _mend(model)
         return cls(model.eval(), transformers.__version__, _report(info))
@@ -185,12 +189,13 @@ class Reference:
 
 
 def _unpacked(directory: str | Path) -> dict[str, Tensor] | None:
-    """The weights of a quantized checkpoint as what they stand for, float32; None where nothing is quantized.
+    """The weights of a quantized checkpoint as what they stand for, float32; None where tensors are read as they are.
 
-    transformers' own unpacking rounds to bfloat16, or asks for packages and devices that are not here.
+    transformers' own unpacking rounds to bfloat16, or asks for packages and devices that are not here; and it refuses
+    a vocabulary whose rows are padded.
     """
     weights = Unpacked(Checkpoint.open(directory))
-    return {name: weights.read(name) for name in weights.names} if weights.is_quantized else None
+    return {name: weights.read(name) for name in weights.names} if weights.is_quantized or weights.is_padded else None
 
 
 def without_quantization(config: Any) -> Any:

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "fewer layers than stored": ({"num_hidden_layers": 1}, "conflicting-flag", "up to number 1"),
     "more experts than stored": ({"num_experts": 6}, "conflicting-flag", "num_experts is 6, the headers hold 4"),
     "fewer experts than stored": ({"num_experts": 3}, "conflicting-flag", "the headers hold 4 experts"),
-    "a padded embedding": ({"vocab_size": 30}, "padded-tensor", "the token embedding has 32 rows; the last 2 are not used"),
+    "a padded embedding": ({"vocab_size": 30}, "padded-tensor", "the token embedding has 32 rows; the last 2"),
     "an embedding cut": ({"vocab_size": 40}, "conflicting-flag", "the token embedding has 32 rows"),
     "another dtype stored": ({"dtype": "bfloat16"}, "conflicting-flag", "most are stored as F32"),
 }
