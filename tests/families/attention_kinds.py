@@ -356,6 +356,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "apertus": ("tp2",),
     "cohere": ("tp2", "tp4"),
     "falcon": ("tp2",),
+    "falcon-one-key-head": ("tp2 pp2",),
     "gemma3": ("tp2 pp2",),
     "gpt_neox": ("tp2 pp2",),
     "mimo_v2_flash": ("tp2 ep2",),

@@ -5,7 +5,7 @@ from typing import Any
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import PRE, activation, decoder, gqa, in_layers, layer_norm, mlp, rope
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.rules import ignored, rule
+from firstlight.engine.model.rules import WeightRule, ignored, rule
 from firstlight.engine.model.spec import MLP, ModelSpec
 
 
@@ -26,21 +26,27 @@ def _neox(config: Config) -> ModelSpec:
     return decoder(config, "gpt_neox", lambda i: attention, lambda i: feed_forward, norm=norm, layer=layer)
 
 
+def _key_heads(config: Config) -> int:
+    """Falcon's: as many as the file says in the newer layout, otherwise one or as many as query heads."""
+    heads = config.size("num_attention_heads")
+    several, one = int(config.get("num_kv_heads", heads)), bool(config.get("multi_query", True))
+    return several if config.get("new_decoder_architecture", False) else 1 if one else heads
+
+
 def _falcon(config: Config) -> ModelSpec:
     config.only("alibi", False, default=False)
     config.only("apply_residual_connection_post_layernorm", False, default=False)
     newer, parallel = bool(config.get("new_decoder_architecture", False)), bool(config.get("parallel_attn", True))
     heads, bias = config.size("num_attention_heads"), bool(config.get("bias", False))
     _base(config, 10000.0)
-    size, one = config.size("hidden_size") // heads, bool(config.get("multi_query", True))
-    kv_heads = int(config.get("num_kv_heads", heads))
+    size, key_heads = config.size("hidden_size") // heads, _key_heads(config)
     attention = gqa(
         config,
-        num_kv_heads=kv_heads if newer else 1 if one else heads,
+        num_kv_heads=key_heads,
         head_dim=size,
         scale=size**-0.5,
         rope=rope(config, size),
-        fused=True,
+        fused=key_heads > 1,  # of one head the rows are simply q, k, v
         qkv_bias=bias,
         output_bias=bias,
     )
@@ -81,4 +87,15 @@ RULES = (
     *in_layers(_NAMES, _L),
     ignored(_L + "attention.(bias|masked_bias|rotary_emb.inv_freq)", "mask and frequencies, computed"),
 )
-FAMILY = Family(name="gpt_neox", model_types=("gpt_neox", "falcon"), spec=spec, rules=RULES)
+
+
+def one_key_head(config: Config) -> tuple[WeightRule, ...]:
+    """With a single key head the rows of q, k and v stand one behind the other."""
+    if config.need("model_type") != "falcon" or _key_heads(config) > 1:
+        return ()
+    parts = [f"layers.{{i}}.mixer.{part}" for part in "qkv"]
+    name = _L + "self_attention.query_key_value."
+    return tuple(rule(name + kind, *(f"{part}.{kind}" for part in parts)) for kind in ("weight", "bias"))
+
+
+FAMILY = Family(name="gpt_neox", model_types=("gpt_neox", "falcon"), spec=spec, rules=RULES, left_out=one_key_head)
