@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from firstlight.engine.serving.api import RankMemory
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.request import Delta
@@ -67,3 +68,25 @@ def test_a_mixed_up_engine_is_found_out(host: Host, kind: type[EngineClient], ch
         report = stress(client, requests=8, concurrency=4, tokens=4)
     assert report.status == "failed"
     assert check in {one.name for one in report.checks if one.status == "failed"}
+
+
+class Growing(EngineClient):
+    """A client that sees a rank's memory grow until its look number `until`."""
+
+    looks = 0
+    until = 1
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        self.looks += 1
+        grown = min(self.looks, self.until) << 30
+        return tuple(msgspec.structs.replace(rank, resident_bytes=grown) for rank in super().memory())
+
+
+@pytest.mark.parametrize(("until", "looks", "status"), [(1, 2, "passed"), (2, 3, "passed"), (9, 4, "failed")])
+def test_growth_that_stops_is_no_leak(host: Host, until: int, looks: int, status: str) -> None:
+    """After growth the burst is put on again, three times in all, and the last one is judged."""
+    with Growing(host.url, host.token) as client:
+        client.until = until
+        report = stress(client, requests=4, concurrency=4, tokens=2)
+    assert [check.status for check in report.checks if "does not grow" in check.name] == [status]
+    assert client.looks == looks
