@@ -286,7 +286,7 @@ RELEASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "Apertus 8B": (
-        8_053_338_176,
+        8_053_338_176 + 64,  # two constants of the activation a layer
         {
             "model_type": "apertus",
             "attention_bias": False,
