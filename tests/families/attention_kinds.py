@@ -373,4 +373,21 @@ MESHES: dict[str, tuple[str, ...]] = {
     "phi": ("tp2 pp2",),
     "phi3": ("tp2 pp2",),
 }
-STEPPED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "gemma3", "gpt2", "llama4", "ministral3", "olmo3")
+STEPPED = (
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gemma3",
+    "gemma4",
+    "glm4",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "gpt2",
+    "granite",
+    "llama4",
+    "mimo_v2_flash",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+)
