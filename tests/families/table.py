@@ -10,6 +10,7 @@ import platform
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,11 +28,12 @@ HEAD = """# Families
 One file a family: `spec(config)` says what the layers are, `RULES` which tensor fills which parameter. What families
 share is in `common.py`, `mixtures.py` and `vision_common.py`; those that differ by a number or a flag share a file.
 
-Each is held against transformers {transformers} layer by layer, in float32, on tiny random checkpoints in which every
-parameter matters. *Error* is the largest difference of any layer or of the logits, relative to the largest value of the
-reference. *Axes* are those along which several ranks gave what one rank gives; *steps*: a prompt in chunks and single
-steps gave what one pass gives. The table is written by `make families` from the results of the tests and by nothing
-else: {python} {machine}, torch {torch}.
+Each is held layer by layer, in float32, against transformers {transformers}, Kimi K3 against the plain implementation
+in `tests/reference`, on tiny random checkpoints in which every parameter matters. *Error* is the largest difference of
+any layer or of the logits on one rank, relative to the largest value of the reference. *Axes* are those along which
+several ranks gave what one rank gives; *steps*: a prompt in chunks and single steps gave what one pass gives. Model
+types in `this type` were tried under that name, others are read by the same lines. The table is written by
+`make families` from the results of the tests and by nothing else: {date}, {python} on {machine}, torch {torch}.
 
 | family | model types | text | pictures | axes | steps | error | lines |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -88,6 +90,7 @@ def table(found: Iterable[Verified]) -> str:
         torch=version("torch"),
         python=f"Python {platform.python_version()}",
         machine=platform.machine(),
+        date=datetime.now(tz=UTC).date().isoformat(),
     )
     return head + "\n".join(row(module, found) for module in MODULES) + "\n" + FOOT
 
