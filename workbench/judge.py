@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.serving.sight import is_marked
 from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import Deviation, deviation, unequal
-from firstlight.workbench.golden import Arrays
+from firstlight.workbench.golden import PICTURE_NAMES, Arrays
 from firstlight.workbench.logits import judge_logits, place
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft
@@ -209,11 +210,15 @@ def _is_tie(case: Case, engine: EngineLike, batch: int, expected: NDArray[Any], 
 def _pictures_of(case: Case, batch: int) -> Arrays:
     """The picture tensors of one row: pictures are in the order of their placeholders."""
     golden, vision = case.golden, case.spec.vision
-    if not golden.pictures or vision is None:
+    if vision is None or not golden.pictures.keys() & PICTURE_NAMES:
         return {}
     is_placeholder = (golden.input_ids == vision.image_token_id) & golden.mask
     rows = pictures_of_rows(vision.counts(golden.pictures), is_placeholder.sum(axis=1).tolist())
-    return vision.share(golden.pictures, *rows[batch])
+    first, count = rows[batch]
+    if not count:
+        return {}
+    unmarked = {} if is_marked(golden.pictures) else {"token_type_ids": np.zeros((1, 1), np.int64)}
+    return {**vision.share(golden.pictures, first, count), **unmarked}
 
 
 def _first_fault(case: Case, verdict: Verdict) -> None:

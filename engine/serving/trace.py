@@ -35,7 +35,7 @@ class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `input_ids` and `attention_mask` [B, T]; `images` under the vendor's names. `inputs` maps hidden.i to the input
     [B, T, H] of layer i (teacher forcing), empty for a free run. `layers` [first, last) limits what comes back (None:
     all). `blocks`: also what each layer's mixer adds, as `layers.i.mixer`. `steps`: also a greedy continuation, of a
-    foreign model that is given pictures.
+    foreign model that is given pictures. `positions` [B, T]: of the tokens, where they are not counted from 0.
     """
 
     input_ids: Array
@@ -45,6 +45,10 @@ class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     layers: tuple[int, int] | None = None
     blocks: bool = False
     steps: int = 0
+    positions: Array | None = None
+
+
+POSITIONS = "position_ids"
 
 
 def trace_command(
@@ -73,8 +77,13 @@ def trace_command(
     if shown.size and not 0 <= shown.min() <= shown.max() < spec.vocab_size:
         raise _bad("input_ids", f"ids below {spec.vocab_size}", f"{shown.min()} to {shown.max()}")
     images = dict(tensors or {})
+    positions = images.pop(POSITIONS, None)
+    if positions is not None and (positions.shape != ids.shape or positions.dtype.kind not in "iu"):
+        raise _bad(POSITIONS, f"integers {list(ids.shape)}", f"{positions.dtype} {list(positions.shape)}")
     count = int(((ids == image_id) & (mask == 1)).sum()) if image_id is not None else 0
     check_images(spec, images, count)
+    if not count and not isinstance(spec.vision, ForeignVision):
+        images = {}  # tensors of no picture
     for name, value in (inputs or {}).items():
         index = _index(name)
         if index is None or index > spec.num_layers or value.shape != (*ids.shape, spec.hidden_width(index)):
@@ -91,6 +100,7 @@ def trace_command(
         inputs={name: Array.of(np.asarray(value, dtype=np.float32)) for name, value in (inputs or {}).items()},
         layers=layers,
         blocks=blocks,
+        positions=None if positions is None else Array.of(np.asarray(positions, dtype=np.int64)),
     )
 
 
@@ -137,6 +147,8 @@ def _foreign(model: ForeignModel, command: TraceCommand) -> Arrays:
     mask = command.attention_mask.numpy()
     inputs = {"input_ids": command.input_ids.numpy(), "attention_mask": mask}
     pictures = {name: array.numpy() for name, array in command.images.items()}
+    if command.positions is not None:
+        inputs[POSITIONS] = command.positions.numpy()
     given = {name: array.numpy() for name, array in command.inputs.items()}
     found = model.trace(inputs | pictures, given, command.steps)
     low, high = command.layers or (0, model.spec.num_layers)
@@ -194,7 +206,7 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
     around = Surroundings(cache, page_size, rank.comms, rank.ops, rank.device, Sight.of(rank.spec))
     return forward_batch(
         [id_ for row in rows for id_ in row.ids],
-        [position for length in lengths for position in range(length)],
+        _positions(command, rows),
         AttentionMeta.build(lengths, lengths, pages, page_size, rank.device),
         around,
         range(len(rows)),
@@ -203,6 +215,14 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
         rope_lens=(command.input_ids.shape[1],) * len(rows),  # as the reference does with a padded batch
         seen=_seen(rank, command, rows),
     )
+
+
+def _positions(command: TraceCommand, rows: Sequence[_Row]) -> list[int]:
+    """The position of each token: its place in its row, unless positions are given."""
+    if command.positions is None:
+        return [position for row in rows for position in range(len(row.ids))]
+    given = command.positions.numpy()
+    return [int(one) for row in rows for one in given[row.index, row.first : row.first + len(row.ids)]]
 
 
 def _seen(rank: Rank, command: TraceCommand, rows: Sequence[_Row]) -> list[Seen]:

@@ -97,3 +97,17 @@ def test_meshes_give_what_transformers_gives(
         assert set(worst) >= {"hidden.1", "logits", "image_features"}
         assert max(worst.values()) <= LIMIT, (job, worst)
         tell(request, job.checkpoint, f"tp{job.mesh.tp}" if job.mesh.tp > 1 else f"pp{job.mesh.pp}")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_tensors_of_no_picture_are_text_alone(made: Callable[[str], tuple[Path, Path]], name: str) -> None:
+    home, path = made(name)
+    golden = Golden.read(path)
+    engine = Engine.start(str(home), device="cpu", dtype="F32", max_context=128, max_batch=4)
+    try:
+        empty = {key: value[:0] for key, value in golden.pictures.items()}
+        found = engine.trace(golden.input_ids[2:], None, empty)
+    finally:
+        engine.close()
+    expected = golden.outputs["logits"][2:]
+    np.testing.assert_allclose(found["logits"], expected, atol=LIMIT * np.abs(expected).max())
