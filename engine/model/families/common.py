@@ -58,7 +58,7 @@ def rope(
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     by_kind = kind is not None and isinstance(new.get(kind), Mapping)
-    new = new[kind] if by_kind else new
+    new = new[kind] if by_kind else _of_one_kind(config, new)
     base = None if by_kind else config.get("rope_theta")
     named = new.get("rope_theta")
     if base is not None and named is not None and float(base) != float(named):
@@ -95,6 +95,17 @@ def rope(
         max_positions=max_positions,
         scaling=_rope_scaling(config, fields, max_positions),
     )
+
+
+def _of_one_kind(config: Config, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters for all layers; those given by kinds of layers only where all kinds have the same."""
+    kinds = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
+    if not any("rope_theta" in value or "rope_type" in value for value in kinds.values()):
+        return fields
+    first, *others = kinds.values()
+    if any(dict(other) != dict(first) for other in others):
+        config.unsupported("rope_parameters", ", ".join(kinds), "one set of parameters: all layers rotate alike here")
+    return {**{key: value for key, value in fields.items() if key not in kinds}, **first}
 
 
 def silent_rope(config: Config, **fields: Any) -> None:

@@ -131,6 +131,15 @@ def test_the_base_comes_from_where_it_is_written() -> None:
     assert both.findings[0].found == "rope_theta = 10000.0"
 
 
+def test_rope_parameters_by_kind_of_layer_are_not_passed_over() -> None:
+    """One kind, or several that agree, is what all layers have; others need a family that tells them apart."""
+    far, near = {"rope_type": "default", "rope_theta": 500000.0}, {"rope_type": "default", "rope_theta": 10000.0}
+    for kinds in ({"full_attention": far}, {"full_attention": far, "sliding_attention": far}):
+        assert theta(described(rope_parameters=kinds)) == 500000.0
+    with pytest.raises(Refused, match="full_attention, sliding_attention"):
+        described(rope_parameters={"full_attention": far, "sliding_attention": near})
+
+
 def test_a_base_that_nobody_states_is_not_silent() -> None:
     silent = described()
     assert theta(silent) == 10000.0
