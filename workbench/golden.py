@@ -3,7 +3,8 @@
 Names: `input_ids` [batch, tokens]; `attention_mask` (0 = padding, left or right); picture tensors as the vendor's
 processor names them; `logits` [batch, tokens, vocabulary]; `hidden.0` ... `hidden.L` [batch, tokens, width] (hidden.0
 the decoder's input after placeholders were filled, hidden.i the output of layer i, the last one after the final norm);
-`image_features` [n, width]; `generated` [batch, steps]. Anything else is left alone and named in `ignored`.
+`image_features` [n, width]; `generated` [batch, steps]; `position_ids` [batch, tokens], where the reference was given
+some, for text alone. Anything else is left alone and named in `ignored`.
 """
 
 from __future__ import annotations
@@ -61,12 +62,17 @@ class Golden:
         outputs = {name: _output(source, name, value, ids) for name, value in plain.items() if OUTPUTS.fullmatch(name)}
         if not outputs:
             _refuse(source, "logits", "logits, hidden.i, image_features or generated", "nothing to compare with")
-        known = {"input_ids", "attention_mask", *outputs, *PICTURE_NAMES}
+        counted = plain.get("position_ids")  # of one count: others, such as those of grids, are found anew
+        if counted is None or counted.shape != ids.shape or counted.dtype.kind not in "iu":
+            counted = None
+        pictures = {name: plain[name] for name in sorted(PICTURE_NAMES & plain.keys())}
+        given = {} if counted is None or pictures else {"position_ids": counted.astype(np.int64)}
+        known = {"input_ids", "attention_mask", *outputs, *pictures, *given}
         return cls(
             source=source,
             input_ids=ids.astype(np.int64),
             mask=_mask(source, plain.get("attention_mask"), ids),
-            pictures={name: plain[name] for name in sorted(PICTURE_NAMES & plain.keys())},
+            pictures=pictures | given,
             outputs=outputs,
             ignored=tuple(sorted(plain.keys() - known)),
         )
@@ -92,8 +98,7 @@ class Golden:
             width, what = widths[name]
             if value.shape[-1] != width:
                 _refuse(self.source, name, f"{what} {width} in the last dim", str(list(value.shape)))
-        if self.pictures and spec.vision is None:
-            names = ", ".join(self.pictures)
+        if spec.vision is None and (names := ", ".join(self.pictures.keys() & PICTURE_NAMES)):
             _refuse(self.source, names, "no picture tensors: this model has no vision tower", names)
         return self.remarks()
 

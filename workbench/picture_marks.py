@@ -26,7 +26,7 @@ def as_made(draft: Draft, engine: EngineLike, case: Case) -> Case:
     if not golden.pictures or not (sight.whole or sight.grid):
         return case
     unmarked = {**golden.pictures, "token_type_ids": np.zeros_like(golden.input_ids)}
-    if _agrees(engine, case, golden.pictures) or not _agrees(engine, case, unmarked):
+    if agrees(engine, case, golden.pictures) or not agrees(engine, case, unmarked):
         return case
     draft.find(
         warning(
@@ -42,7 +42,8 @@ def as_made(draft: Draft, engine: EngineLike, case: Case) -> Case:
     return replace(case, golden=replace(golden, pictures=unmarked))
 
 
-def _agrees(engine: EngineLike, case: Case, pictures: Arrays) -> bool:
+def agrees(engine: EngineLike, case: Case, pictures: Arrays) -> bool:
+    """Whether a run with these tensors beside the tokens gives the golden file's states."""
     golden = case.golden
     found = engine.trace(golden.input_ids, golden.mask.astype(np.int64), pictures, layers=case.layers)
     names = [name for name in golden.outputs if name in found and name != "image_features"]

@@ -28,6 +28,7 @@ from firstlight.workbench.engines import open_engine
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.judge import judge
 from firstlight.workbench.picture_marks import as_made
+from firstlight.workbench.position_marks import as_counted
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.side_files import absent_side_files
@@ -102,7 +103,8 @@ def verify(
     draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
     with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
         draft.find(running.info().findings)
-        cases = cases if golden is None else [as_made(draft, running, case) for case in cases]
+        if golden is not None:
+            cases = [as_counted(draft, running, as_made(draft, running, case)) for case in cases]
         verdicts = [judge(draft, running, case, say) for case in cases]
         for case, verdict in zip(cases, verdicts, strict=True):
             if not verdict.passed:
