@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 import panel as pn
 from bokeh.server.auth_provider import AuthProvider
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 from tornado.web import RequestHandler
 
 from firstlight.dashboards import html
@@ -97,11 +99,16 @@ class Dashboard:
         if location is not None:
             location.sync(self._run, {"value": "run"})
             location.sync(self._tab, {"value": "tab"})
-            location.update_query(run=self._run.value, tab=self._tab.value)  # what is shown can be linked to at once
+            pn.state.onload(self._tell_address)
         self._choose()
         self._open_tab()
         pn.state.add_periodic_callback(self.tick, TICK_MS)
         return template
+
+    def _tell_address(self) -> None:
+        """What is shown can be linked to at once, also when the address named neither run nor tab."""
+        if pn.state.location is not None and self._run.value is not None:
+            pn.state.location.update_query(run=self._run.value, tab=self._tab.value)
 
     def tick(self) -> None:
         """Draw what changed; cheap when nothing did."""
@@ -258,7 +265,14 @@ def serve(
         ) from error
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     address = f"http://{shown}:{server.port}/" + (f"?token={token}" if token else "")
+    server.io_loop.add_callback(_warm, address)
     return server, address
+
+
+async def _warm(address: str) -> None:
+    """Opens the page once, so that the first person does not wait for templates and imports; nobody has to answer."""
+    with contextlib.suppress(OSError, HTTPClientError):
+        await AsyncHTTPClient().fetch(address, request_timeout=60.0)
 
 
 def _free_port(host: str) -> int:

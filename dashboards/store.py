@@ -22,7 +22,7 @@ from firstlight.engine.serving.api import EngineInfo, Health
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.workbench.bringup import ENGINE_FOLDER
-from firstlight.workbench.events import EventReader, ProgressEvent, RequestEvent
+from firstlight.workbench.events import SERVED, EventReader, ProgressEvent, RequestEvent
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.readings import Bucket, Reading, Series
 from firstlight.workbench.report import Report
@@ -34,6 +34,7 @@ HEALTH_S = 0.5
 KEPT = 120  # readings of a series that a page has at hand; older ones come from the file
 KEPT_REQUESTS = 200
 IDLE_S = 30.0  # after which a run that nobody looks at is read no more
+SAME_S = 60.0  # within this, a number and a length are one request: engines count from 1 again
 SILENT_S = 5.0  # without a reading of a live engine: whoever took readings is gone, and the store takes them
 
 SeriesKey = tuple[str, str, str]  # source, device, metric
@@ -131,9 +132,9 @@ class Follower:
             changes["version"] = self.snapshot.version + 1
             self.snapshot = msgspec.structs.replace(self.snapshot, **changes)
 
-    def progress(self, rungs: Sequence[str], unit: str) -> list[ProgressEvent]:
-        """Every event of some rungs that counts in `unit`, from the file: for a replay."""
-        return [event for _, event in self._reader.progress() if event.rung in rungs and event.unit == unit]
+    def progress(self, rungs: Sequence[str]) -> list[ProgressEvent]:
+        """Every event of some rungs, from the file: for a replay."""
+        return [event for _, event in self._reader.progress() if event.rung in rungs]
 
     def series(self) -> list[Series]:
         return self._reader.series()
@@ -236,7 +237,13 @@ class Follower:
             return
         if self._sampler is None and time.time() - self._newest_s() > SILENT_S:
             run = Run.attach(self.directory)
-            self._sampler = Sampler(run.events.put, self.client, 1.0).start()
+            self._sampler = Sampler(run.events.put, self.client, 1.0, known=self._told_requests()).start()
+
+    def _told_requests(self) -> set[int]:
+        """Numbers of this engine's requests that the file has already; those of an engine before it are others."""
+        since_s = (self.directory / ENGINE_FOLDER / "host.json").stat().st_mtime
+        found = (number_of(event) for event in self._requests if event.rung == SERVED and event.time_s >= since_s)
+        return {number for number in found if number is not None}
 
     def _newest_s(self) -> float:
         return max((last.time_s for _, _, last in self._trails.values()), default=0.0)
@@ -336,6 +343,23 @@ class DataStore:
                     continue  # the run is being written or was removed; what was read stays
                 if name not in self._looking or self._looking[name].done():
                     self._looking[name] = self._lookers.submit(follower.look)
+
+
+def number_of(event: RequestEvent) -> int | None:
+    """The engine's number of a request, if its record has it."""
+    found = msgspec.json.decode(event.record).get("number")
+    return found if isinstance(found, int) else None
+
+
+def requests_once(found: Sequence[RequestEvent]) -> list[RequestEvent]:
+    """Requests, the latest first; one that a rung recorded itself, with its name, is not shown as the engine's too."""
+    named = {(number_of(event), event.prompt_tokens): event.time_s for event in found if event.rung != SERVED}
+    return [
+        event
+        for event in reversed(found)
+        if event.rung != SERVED
+        or abs(named.get((number_of(event), event.prompt_tokens), -SAME_S) - event.time_s) >= SAME_S
+    ]
 
 
 def progress_rows(snapshot: Snapshot, rung: str | None = None) -> list[tuple[ProgressEvent, Pace]]:

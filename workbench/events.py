@@ -44,6 +44,9 @@ class ProgressEvent(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+SERVED = "serve"  # in the place of the rung: the engine itself told of this request
+
+
 class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it ended; `record` holds what else is known (prompt, picture records, seed), as JSON."""
 

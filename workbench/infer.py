@@ -229,7 +229,8 @@ class _Asker:
 
 def _event(question: Question, answer: Completion) -> RequestEvent:
     usage = answer.usage
-    record = {"prompt": question.prompt, "picture": question.name, "answer": answer.text, "seed": answer.seed}
+    record = {"prompt": question.prompt, "picture": question.name, "answer": answer.text}
+    numbers = {"seed": answer.seed, "number": usage.number}
     return RequestEvent(
         time_s=time.time(),
         name=question.name or question.prompt[:40],
@@ -239,7 +240,7 @@ def _event(question: Question, answer: Completion) -> RequestEvent:
         completion_tokens=usage.completion_tokens,
         first_token_s=usage.first_token_s,
         total_s=usage.total_s,
-        record=msgspec.json.encode(record).decode(),
+        record=msgspec.json.encode(record | numbers).decode(),
     )
 
 

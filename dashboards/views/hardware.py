@@ -47,9 +47,7 @@ class Hardware:
         follower = self._page.follower
         self._series = follower.series() if follower is not None else []
         kinds = dict.fromkeys(
-            _kind(one)
-            for one in self._series
-            if one.source not in HIDDEN and "block" not in one.device
+            _kind(one) for one in self._series if one.source not in HIDDEN and "block" not in one.device
         )
         self._metric.visible = bool(kinds)
         options = list(kinds)

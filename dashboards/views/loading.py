@@ -49,10 +49,11 @@ class Loading:
             return
         self._version = snapshot.reports_version, count
         follower = self._page.follower
-        self._events = follower.progress(RUNGS, unit="B") if follower is not None else []
+        told = _last_attempt(follower.progress(RUNGS)) if follower is not None else []
+        self._events = [event for event in told if event.unit == "B"]
         load = snapshot.latest("load")
         put(self._top, html.page(self._summary(snapshot)))
-        points = _points(self._events)
+        points = _points(told)
         self._plot_title.visible = bool(points)
         show(self._plot, figures.loading(points) if points else None)
         rows = load.tables.get("by_layer", []) if load is not None else []
@@ -93,9 +94,31 @@ class Loading:
         )
 
 
-def _points(events: list[ProgressEvent]) -> list[tuple[str, float, float]]:
-    """(phase, seconds since the first event of its rung, bytes): every rung begins at 0, whenever it was done."""
-    first_s: dict[str, float] = {}
+def _last_attempt(events: list[ProgressEvent]) -> list[ProgressEvent]:
+    """A rung that was done again shows its last time only: from where a phase has less done than before."""
+    kept: dict[str, list[ProgressEvent]] = {}
+    done: dict[tuple[str, str], float] = {}
     for event in events:
-        first_s.setdefault(event.rung, event.time_s)
-    return [(f"{event.rung}: {event.phase}", event.time_s - first_s[event.rung], event.done) for event in events]
+        key = event.rung, event.phase
+        if event.done <= done.get(key, -1.0):
+            kept[event.rung] = []
+            done = {other: value for other, value in done.items() if other[0] != event.rung}
+        done[key] = event.done
+        kept.setdefault(event.rung, []).append(event)
+    return [event for found in kept.values() for event in found]
+
+
+def _points(events: list[ProgressEvent]) -> list[tuple[str, float, float]]:
+    """(phase, seconds since its rung began, bytes); a phase begins with nothing, when the one before it ended."""
+    points: list[tuple[str, float, float]] = []
+    first_s: dict[str, float] = {}
+    before_s: dict[str, float] = {}
+    for event in events:
+        at_s = event.time_s - first_s.setdefault(event.rung, event.time_s)
+        name = f"{event.rung}: {event.phase}"
+        if event.unit == "B" and all(known != name for known, _, _ in points[-1:]):
+            points.append((name, before_s.get(event.rung, at_s), 0.0))
+        before_s[event.rung] = at_s
+        if event.unit == "B":
+            points.append((name, at_s, event.done))
+    return points

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from firstlight.dashboards import html
-from firstlight.dashboards.store import Snapshot, progress_rows
+from firstlight.dashboards.store import Snapshot, progress_rows, requests_once
 from firstlight.dashboards.views.view import Page, column, pane, put
 from firstlight.engine.findings import Finding
 from firstlight.engine.serving.api import Health
@@ -172,12 +172,12 @@ def _rest(snapshot: Snapshot) -> str:
                 "name": r.name,
                 "rung": r.rung,
                 "status": r.status,
-                "prompt": r.prompt_tokens,
-                "answer": r.completion_tokens,
+                "tokens_in": r.prompt_tokens,
+                "tokens_out": r.completion_tokens,
                 "first_token_s": r.first_token_s,
                 "total_s": r.total_s,
             }
-            for r in reversed(snapshot.requests)
+            for r in requests_once(snapshot.requests)
         ]
         parts.append(html.card("Requests, the latest first", html.table(rows_[:50])))
     return html.page(*parts)

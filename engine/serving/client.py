@@ -19,7 +19,7 @@ from firstlight.engine.serving.api import EngineInfo, Health, PictureSource, Pro
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.profile_data import RankProfile
 from firstlight.engine.serving.request import Completion, Delta, SamplingParams
-from firstlight.engine.serving.stats import EngineStats
+from firstlight.engine.serving.stats import Ended, EngineStats
 from firstlight.engine.serving.stream import EngineFailed, completion_of
 from firstlight.engine.serving.wire import trace_body, trace_query
 from firstlight.engine.weights.ledger import Ledger
@@ -110,6 +110,10 @@ class EngineClient:
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         return msgspec.json.decode(self._ask("GET", "/admin/stats"), type=EngineStats)
+
+    def ended(self, since: int = 0) -> tuple[Ended, ...]:
+        """See `Engine.ended`."""
+        return msgspec.json.decode(self._ask("GET", f"/admin/requests?since={since}"), type=tuple[Ended, ...])
 
     def ledger(self) -> Ledger:
         return msgspec.json.decode(self._ask("GET", "/admin/ledger"), type=Ledger)

@@ -112,13 +112,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens taken in and given out, and when: seconds since the request arrived."""
+    """Tokens taken in and given out, and when: seconds since the request arrived. `number` is the engine's."""
 
     prompt_tokens: int
     completion_tokens: int
     queue_s: float = 0.0
     first_token_s: float | None = None
     total_s: float | None = None
+    number: int = 0
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,10 +26,18 @@ from firstlight.engine.serving.frontend import Frontend
 from firstlight.engine.serving.health import Failure, Pulse, Status
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.profile_data import RankProfile, profile_command
-from firstlight.engine.serving.request import Arrays, Completion, Delta, Request, SamplingParams, TokenLogprob
+from firstlight.engine.serving.request import (
+    Arrays,
+    Completion,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from firstlight.engine.serving.scheduler import Scheduler, Step
 from firstlight.engine.serving.sight import Sight
-from firstlight.engine.serving.stats import Counters, EngineStats
+from firstlight.engine.serving.stats import Counters, Ended, EngineStats
 from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
 from firstlight.engine.serving.stream import EngineFailed, Listener, Stream, completion_of
 from firstlight.engine.serving.trace import assemble, trace_command
@@ -96,6 +104,7 @@ class Engine:
             if vision and blank and sum(vision.counts(blank)) + 2 <= self.scheduler.limits.max_context:
                 self.pulse.enter("warm-up image")
                 self._first_token(*self.frontend.blank_picture())
+        self._counters.forget_ended()
         self.pulse.enter("ready")
         self.pulse.at("idle")
         self.status = "ready"
@@ -149,7 +158,7 @@ class Engine:
             if self.scheduler.finish(stream.request.number):
                 self._streams.pop(stream.request.number, None)
                 stream.end("abort")
-                self._counters.ended("abort")
+                self._count(stream, "abort")
 
         self._tell(drop)
 
@@ -242,6 +251,10 @@ class Engine:
             page_size=limits.page_size,
             sample=self.worker.sample,
         )
+
+    def ended(self, since: int = 0) -> tuple[Ended, ...]:
+        """Requests that are over, but for the first `since` ones: as many as are kept."""
+        return self._counters.last_ended(since)
 
     def drain(self) -> None:
         """See `EngineLike.drain`."""
@@ -346,13 +359,17 @@ class Engine:
                 self.scheduler.finish(step.number)
                 stream.end("error", "the logits are not finite: the weights or an operator are at fault")
                 del self._streams[step.number]
-                self._counters.ended("error")
+                self._count(stream, "error")
                 continue
             finish = stream.push(step.token, _logprob_of(sampled[step.number]), step.finish)
             if finish is not None:
                 self.scheduler.finish(step.number)
                 del self._streams[step.number]
-                self._counters.ended(finish)
+                self._count(stream, finish)
+
+    def _count(self, stream: Stream, finish: FinishReason) -> None:
+        request = stream.request
+        self._counters.ended(finish, request.number, stream.usage(), len(request.image_spans))
 
     def _take_in(self) -> None:
         while self._inbox:

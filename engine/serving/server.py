@@ -157,6 +157,10 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
     async def stats() -> Response:
         return _json(_engine(desk).stats())
 
+    @app.get("/admin/requests")
+    async def requests(since: int = 0) -> Response:
+        return _json(_engine(desk).ended(max(0, since)))
+
     @app.get("/metrics")
     async def metrics() -> Response:
         engine = _engine(desk)

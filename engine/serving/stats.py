@@ -7,11 +7,14 @@ and collectives of rank 0, with the number of the step, so that what hardware sh
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import msgspec
 
-from firstlight.engine.serving.request import FinishReason
+from firstlight.engine.serving.request import FinishReason, Usage
 from firstlight.engine.serving.steps import StepPlan
+
+KEPT_REQUESTS = 128  # ended ones, for whoever asks later
 
 
 class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +37,17 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
     layers_ms: dict[str, float]
     collectives: tuple[CollectiveTime, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is over, as its client was told; `number` is by arrival, `order` by ending, from 1."""
+
+    number: int
+    order: int
+    ended_s: float
+    finish: FinishReason
+    usage: Usage
+    pictures: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +78,7 @@ class Counters:
         self.busy_s = 0.0
         self.last_step_ms = 0.0
         self.requests: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._ended: deque[Ended] = deque(maxlen=KEPT_REQUESTS)
 
     def stepped(self, plan: StepPlan, seconds: float, generated: int) -> None:
         """A step was computed."""
@@ -75,9 +90,21 @@ class Counters:
         self.busy_s += seconds
         self.last_step_ms = 1e3 * seconds
 
-    def ended(self, reason: FinishReason) -> None:
-        """A request is over."""
+    def ended(self, reason: FinishReason, number: int, usage: Usage, pictures: int) -> None:
+        """A request is over. It is kept before it is counted: who has seen the count finds the request."""
+        order = sum(self.requests.values()) + 1
+        self._ended.append(
+            Ended(number=number, order=order, ended_s=time.time(), finish=reason, usage=usage, pictures=pictures)
+        )
         self.requests[reason] = self.requests.get(reason, 0) + 1
+
+    def forget_ended(self) -> None:
+        """What has ended so far was nobody's: the start's own requests."""
+        self._ended.clear()
+
+    def last_ended(self, since: int) -> tuple[Ended, ...]:
+        """The requests that ended after the first `since` ones, of those that are still kept."""
+        return tuple(one for one in tuple(self._ended) if one.order > since)
 
     def snapshot(
         self,

@@ -36,6 +36,7 @@ class Stream:
         self._count = 0
         self._first_s: float | None = None
         self._started_s: float | None = None
+        self._ended_s: float | None = None
         self.is_over = False
 
     def started(self) -> None:
@@ -81,23 +82,26 @@ class Stream:
         delta = Delta(text=text, tokens=tokens, logprobs=logprobs)
         if finish is not None:
             self.is_over = True
+            self._ended_s = time.perf_counter()
             seed = self.request.params.seed
             delta = Delta(
-                text=text, tokens=tokens, logprobs=logprobs, finish=finish, error=error, usage=self._usage(), seed=seed
+                text=text, tokens=tokens, logprobs=logprobs, finish=finish, error=error, usage=self.usage(), seed=seed
             )
         if self._listener is not None:
             self._listener(delta)
         else:
             self._deltas.put(delta)
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """Tokens so far and when; the time ends with the answer."""
         arrival_s = self.request.arrival_s
         return Usage(
             prompt_tokens=len(self.request.prompt_ids),
             completion_tokens=self._count,
             queue_s=(self._started_s or arrival_s) - arrival_s,
             first_token_s=None if self._first_s is None else self._first_s - arrival_s,
-            total_s=time.perf_counter() - arrival_s,
+            total_s=(self._ended_s or time.perf_counter()) - arrival_s,
+            number=self.request.number,
         )
 
 

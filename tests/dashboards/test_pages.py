@@ -25,7 +25,7 @@ TABS = {  # what each tab shows of the live run
     "Live": ["BF16 on cpu", "Ask"],
     "Hardware": ["host", "memory total", "not available", "nvml"],
     "Topology": ["Mesh: tp 2", "rank 1", "Links, measured"],
-    "Runs": ["Compare", "live"],
+    "Runs": ["Compare", "runs in ", "all passed"],
 }
 
 
@@ -58,7 +58,8 @@ def test_every_tab_shows_the_live_run_and_fits_the_screen(
         page.get_by_role("button", name=tab, exact=True).click()
         for word in words:
             page.get_by_text(word).first.wait_for(timeout=20_000)
-        assert f"tab={tab}" in page.url
+        page.wait_for_url(f"**tab={tab}*", timeout=10_000)
+        assert "run=live" in page.url
         overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert overflow <= 1, f"{tab} is {overflow} pixels wider than the screen"
     assert not errors
@@ -116,7 +117,8 @@ def test_what_is_foreign_is_shown_and_not_run(browser: Any, address: str, runs: 
     for tab in ("Overview", "Checkpoint", "Runs", "Topology"):
         page.get_by_role("button", name=tab, exact=True).click()
         page.wait_for_timeout(500)
-    page.get_by_text("onerror").first.wait_for()
+    page.get_by_role("button", name="Overview", exact=True).click()
+    page.get_by_text("onerror").first.wait_for(timeout=15_000)
     assert page.evaluate("window.wrong") is None
     page.context.close()
 
@@ -163,7 +165,10 @@ def test_runs_are_compared_figure_by_figure(browser: Any, address: str, runs: Pa
     page.get_by_text("Compare").first.wait_for()
     page.locator("select[multiple]").select_option(["first", "second"])
     page.get_by_text("Figure by figure").first.wait_for(timeout=15_000)
-    assert "2.5" in shown(page)
+    page.get_by_text("25 ms").first.wait_for(timeout=15_000)
+    text = shown(page)
+    assert "10 ms" in text
+    assert "2.5" in text, "the last to the first"
     page.context.close()
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from firstlight.dashboards import figures, html
-from firstlight.dashboards.store import DataStore, Follower
+from firstlight.dashboards.store import DataStore, Follower, requests_once
 from firstlight.engine.errors import Refused
-from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.events import SERVED, ProgressEvent, RequestEvent
 from firstlight.workbench.readings import Bucket, Reading
 from firstlight.workbench.report import Draft
 from firstlight.workbench.runs import Run
@@ -123,3 +123,19 @@ def test_what_reaches_beyond_its_block_is_overlapped() -> None:
     beyond = [row("compute", 0.0, 10.0), row("compute", 10.0, 10.0), row("collective", 8.0, 8.0)]
     (found,) = figures.overlap(beyond, "decode")
     assert found["overlapped"] == pytest.approx(75.0)
+
+
+def test_a_request_that_a_rung_recorded_is_not_shown_twice() -> None:
+    def event(time_s: float, name: str, rung: str, number: int, prompt: int = 7) -> RequestEvent:
+        record = f'{{"number": {number}}}'
+        return RequestEvent(time_s=time_s, name=name, rung=rung, status="stop", prompt_tokens=prompt, record=record)
+
+    found = [
+        event(100.0, "cat.png", "infer", 3),
+        event(100.4, "request 3", SERVED, 3),
+        event(101.0, "request 4", SERVED, 4),
+        event(900.0, "request 3", SERVED, 3),  # of an engine that was started later
+    ]
+    assert [(one.time_s, one.name) for one in requests_once(found)] == [
+        (900.0, "request 3"), (101.0, "request 4"), (100.0, "cat.png"),
+    ]  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import msgspec
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.stats import EngineStats
+from firstlight.engine.serving.stats import Ended, EngineStats
+from firstlight.workbench.events import SERVED, RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
 
@@ -17,18 +20,28 @@ class EngineSource:
     name = "engine"
     every_s = 0.1
 
-    def __init__(self, client: Callable[[], EngineClient | None]) -> None:
+    def __init__(self, client: Callable[[], EngineClient | None], known: Collection[int] = ()) -> None:
+        """`known`: numbers of requests that need not be told again."""
         self._client = client
+        self._known = frozenset(known)
+        self._ended = 0
         self._rates = Rates()
         self._sampled_step = -1
         self.step: int | None = None
 
-    def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
+    def read(self, time_s: float, step: int | None) -> Iterator[Reading | RequestEvent]:
         client = self._client()
         if client is None:
             return
+        ended: Sequence[Ended] = ()
         try:
             stats = client.stats()
+            total = sum(stats.requests.values())
+            if total < self._ended:  # another engine
+                self._ended, self._known = 0, frozenset()
+            if total > self._ended:
+                ended = client.ended(self._ended)
+                self._ended = max(total, *(one.order for one in ended)) if ended else total
         except FirstlightError as error:
             make = Maker(self.name, time_s, step)
             failure = client.health().failure
@@ -36,6 +49,7 @@ class EngineSource:
             return
         self.step = stats.step
         yield from self._readings(Maker(self.name, time_s, stats.step), stats)
+        yield from (_event(one) for one in ended if one.number not in self._known)
 
     def _readings(self, make: Maker, stats: EngineStats) -> Iterator[Reading]:
         for metric, count in (("tokens", stats.generated_tokens), ("prompt_tokens", stats.prompt_tokens)):
@@ -63,6 +77,23 @@ class EngineSource:
         for one in sample.collectives:
             yield make.value(f"{one.operation} {one.axis}", "time", "ms", one.total_ms)
             yield make.value(f"{one.operation} {one.axis}", "moved", "B", one.nbytes)
+
+
+def _event(ended: Ended) -> RequestEvent:
+    """A request as the engine knows it: whoever sent it, by whatever route."""
+    usage = ended.usage
+    record = {"number": ended.number, "pictures": ended.pictures, "queue_s": usage.queue_s}
+    return RequestEvent(
+        time_s=ended.ended_s,
+        name=f"request {ended.number}",
+        rung=SERVED,
+        status=ended.finish,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        first_token_s=usage.first_token_s,
+        total_s=usage.total_s,
+        record=msgspec.json.encode(record).decode(),
+    )
 
 
 class MemorySource:

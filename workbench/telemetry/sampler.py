@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
 import psutil
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.serving.client import EngineClient
+from firstlight.workbench.events import RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.engine import EngineSource, MemorySource
 from firstlight.workbench.telemetry.nvml import NvmlSource
@@ -22,19 +23,20 @@ class Sampler:
     """Readings of all sources every `period_s`, in the background, until closed.
 
     A source that falls over is named in a reading and asked again the next time. `cost` is the share of one core that
-    sampling takes in this process.
+    sampling takes in this process. `known`: numbers of the engine's requests that were told before.
     """
 
     def __init__(
         self,
-        put: Callable[[Reading], None],
+        put: Callable[[Reading | RequestEvent], None],
         client: Callable[[], EngineClient | None] = lambda: None,
         period_s: float = 1.0,
         sources: Sequence[Source] | None = None,
+        known: Collection[int] = (),
     ) -> None:
         self.period_s = period_s
         self._put = put
-        self._engine = EngineSource(client)
+        self._engine = EngineSource(client, known)
         self._nvml = NvmlSource() if sources is None else None
         self._sources: Sequence[Source] = (
             sources if self._nvml is None else (self._engine, SystemSource(), self._nvml, MemorySource(client))

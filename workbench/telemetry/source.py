@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from firstlight.workbench.events import RequestEvent
 from firstlight.workbench.readings import Reading
 
 FIRST = "a rate needs two samples"
@@ -19,8 +20,8 @@ class Source(Protocol):
     name: str
     every_s: float
 
-    def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
-        """Readings of now. `step` is the number of the engine's last step, if an engine runs."""
+    def read(self, time_s: float, step: int | None) -> Iterator[Reading | RequestEvent]:
+        """Readings of now, and requests that ended since. `step`: the number of the engine's last step, if one runs."""
 
 
 class Maker:

@@ -1,14 +1,16 @@
 """The sampler and its sources on this machine and on a real engine: values with units, reasons, and who failed."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.request import SamplingParams
-from firstlight.workbench.events import EventReader, EventWriter
+from firstlight.workbench.events import EventReader, EventWriter, RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.engine import EngineSource, MemorySource
 from firstlight.workbench.telemetry.sampler import Sampler
@@ -61,6 +63,28 @@ def test_the_engine_is_read_while_it_works_and_readings_carry_its_step(host: Hos
     held = by_name([one for one in seen if one.source == "memory"])
     assert held["rank 0", "attention"].value == client.memory()[0].bytes_by_role["attention"]
     assert "cpu" in held["rank 0", "allocated"].reason
+
+
+def test_every_request_that_was_served_is_told_once_whoever_sent_it(host: Host) -> None:
+    client = host.client()
+    source = EngineSource(host.client)
+    earlier = {event.record for event in source.read(1.0, None) if isinstance(event, RequestEvent)}
+    body = {"model": "menagerie", "prompt": "what", "max_tokens": 3, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {client.token}"} if client.token else {}
+    assert httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    answer = client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=60))
+    told = [event for event in source.read(2.0, None) if isinstance(event, RequestEvent)]
+    assert [event.status for event in told] == ["length", "stop"]
+    assert not earlier & {event.record for event in told}
+    assert (told[0].completion_tokens, told[1].completion_tokens) == (3, answer.usage.completion_tokens)
+    assert json.loads(told[1].record)["number"] == answer.usage.number
+    assert told[1].total_s == pytest.approx(answer.usage.total_s)
+    assert not [event for event in source.read(3.0, None) if isinstance(event, RequestEvent)]
+    late = EngineSource(host.client, known={answer.usage.number})
+    again = [event for event in late.read(4.0, None) if isinstance(event, RequestEvent)]
+    assert told[0].record in {event.record for event in again}
+    assert told[1].record not in {event.record for event in again}
+    assert 1 not in {json.loads(event.record)["number"] for event in again}, "the warm-up is nobody's"
 
 
 def test_an_engine_that_is_gone_is_an_alarm_with_rank_and_phase(tmp_path: Path) -> None:
