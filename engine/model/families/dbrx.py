@@ -23,8 +23,8 @@ def _experts(config: Config) -> MoE:
 
 def _positions(config: Config, attention: Config, dim: int) -> Rope:
     """The base stands with the attention in releases, and on top in newer files."""
-    top = rope(config, dim, float(attention.get("rope_theta", 10000.0)))
-    return Rope(theta=top.theta, dim=dim, max_positions=config.size("max_seq_len", "max_position_embeddings"))
+    config.assume(max_position_embeddings=config.size("max_seq_len", "max_position_embeddings"))
+    return rope(config, dim, float(attention.get("rope_theta", 10000.0)))
 
 
 def spec(config: Config) -> ModelSpec:
