@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.registry import MODULES
+from firstlight.engine.model.families.registry import HOMES
 from tests.families.verified import Verified
 
 FOLDER = Path(__file__).parents[2] / "engine/model/families"
@@ -92,7 +92,7 @@ def table(found: Iterable[Verified]) -> str:
         machine=platform.machine(),
         date=datetime.now(tz=UTC).date().isoformat(),
     )
-    return head + "\n".join(row(module, found) for module in MODULES) + "\n" + FOOT
+    return head + "\n".join(row(module, found) for module in HOMES) + "\n" + FOOT
 
 
 if __name__ == "__main__":

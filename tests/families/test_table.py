@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from firstlight.engine.model.families.registry import MODULES
+from firstlight.engine.model.families.registry import HOMES
 from tests.families.table import README, read, row, table
 from tests.families.verified import Verified
 
@@ -49,11 +49,11 @@ def test_a_row_says_what_was_tried_and_the_largest_error() -> None:
 
 def test_a_family_without_results_says_so() -> None:
     assert row("mixtral", []).count("not verified here") == 1
-    assert len(table([]).splitlines()) > len(MODULES)
+    assert len(table([]).splitlines()) > len(HOMES)
 
 
 def test_the_table_lists_the_families_that_there_are() -> None:
     """After a family came, `make families`."""
     listed = re.findall(r"^\| \[(\w+)\]", README.read_text(), re.MULTILINE)
-    assert listed == list(MODULES)
+    assert listed == list(HOMES)
     assert "not verified here" not in README.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,91 +18,92 @@ from firstlight.engine.model.foreign import Foreign, ForeignSpec
 from firstlight.engine.model.rules import Matcher, Part, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
 
-MODULES = (  # one line a family
-    "apertus",
-    "axk1",
-    "bailing_hybrid",
-    "bamba",
-    "cohere",
-    "cohere2_moe",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "ernie4_5_moe",
-    "exaone4",
-    "falcon_h1",
-    "flex_olmo",
-    "gemma",
-    "gemma3",
-    "gemma4",
-    "glm",
-    "glm4_moe",
-    "glm4v",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoehybrid",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "idefics3",
-    "internvl",
-    "jamba",
-    "kimi_k25",
-    "kimi_k3",
-    "kimi_linear",
-    "laguna",
-    "lara_mini",
-    "latent_kin",
-    "lfm2",
-    "lfm3",
-    "llama",
-    "llama4",
-    "llama4_vision",
-    "llama_kin",
-    "llava",
-    "llava_next",
-    "longcat_flash",
-    "mamba",
-    "mamba2",
-    "mimo_v2_flash",
-    "minimax",
-    "minimax_m2",
-    "mistral",
-    "mistral3",
-    "mixtral",
-    "nemotron",
-    "nemotron_h",
-    "olmo",
-    "olmo_hybrid",
-    "olmoe",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl",
-    "recurrent_gemma",
-    "sigmoid_kin",
-    "stablelm",
-    "starcoder2",
+HOMES: Mapping[str, str] = MappingProxyType(
+    {  # one line a family: its file, and the model types that it answers to
+        "apertus": "apertus",
+        "axk1": "axk1",
+        "bailing_hybrid": "bailing_hybrid",
+        "bamba": "bamba",
+        "cohere": "cohere cohere2",
+        "cohere2_moe": "cohere2_moe",
+        "dbrx": "dbrx",
+        "deepseek_v2": "deepseek_v2",
+        "deepseek_v3": "deepseek_v3 kimi_k2",
+        "deepseek_v32": "deepseek_v32 glm_moe_dsa",
+        "deepseek_v4": "deepseek_v4",
+        "ernie4_5_moe": "ernie4_5_moe",
+        "exaone4": "exaone4",
+        "falcon_h1": "falcon_h1",
+        "flex_olmo": "flex_olmo",
+        "gemma": "gemma gemma2 gemma3_text vaultgemma",
+        "gemma3": "gemma3",
+        "gemma4": "gemma4_text",
+        "glm": "glm glm4 glm4v_text",
+        "glm4_moe": "glm4_moe glm4v_moe_text",
+        "glm4v": "glm4v glm4v_moe glm46v",
+        "gpt2": "gpt2",
+        "gpt_neox": "gpt_neox falcon",
+        "gpt_oss": "gpt_oss",
+        "granitemoe": "granitemoe granitemoeshared",
+        "granitemoehybrid": "granitemoehybrid",
+        "hunyuan_v1_dense": "hunyuan_v1_dense",
+        "hunyuan_v1_moe": "hunyuan_v1_moe",
+        "idefics3": "idefics3 smolvlm",
+        "internvl": "internvl",
+        "jamba": "jamba",
+        "kimi_k25": "kimi_k25 kimi_vl",
+        "kimi_k3": "kimi_k3",
+        "kimi_linear": "kimi_linear",
+        "laguna": "laguna",
+        "lara_mini": "lara_mini",
+        "latent_kin": "glm4_moe_lite minicpm3 mistral4 youtu",
+        "lfm2": "lfm2 lfm2_moe",
+        "lfm3": "lfm3",
+        "llama": "llama",
+        "llama4": "llama4_text",
+        "llama4_vision": "llama4",
+        "llama_kin": "arcee cwm ernie4_5 granite helium internlm3 ministral ministral3 seed_oss smollm3",
+        "llava": "llava",
+        "llava_next": "llava_next",
+        "longcat_flash": "longcat_flash",
+        "mamba": "mamba falcon_mamba",
+        "mamba2": "mamba2",
+        "mimo_v2_flash": "mimo_v2_flash",
+        "minimax": "minimax",
+        "minimax_m2": "minimax_m2",
+        "mistral": "mistral",
+        "mistral3": "mistral3",
+        "mixtral": "mixtral",
+        "nemotron": "nemotron",
+        "nemotron_h": "nemotron_h",
+        "olmo": "olmo olmo2 olmo3",
+        "olmo_hybrid": "olmo_hybrid",
+        "olmoe": "olmoe",
+        "phi": "phi",
+        "phi3": "phi3",
+        "phimoe": "phimoe",
+        "qwen2": "qwen2 qwen2_vl_text qwen2_5_vl_text",
+        "qwen2_moe": "qwen2_moe",
+        "qwen2_vl": "qwen2_vl qwen2_5_vl",
+        "qwen3": "qwen3 qwen3_vl_text",
+        "qwen3_5": "qwen3_5_text qwen3_5_moe_text",
+        "qwen3_moe": "qwen3_moe qwen3_vl_moe_text",
+        "qwen3_next": "qwen3_next",
+        "qwen3_vl": "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
+        "recurrent_gemma": "recurrent_gemma",
+        "sigmoid_kin": "afmoe dots1 exaone_moe flint hy_v3 kolibri1 solar_open",
+        "stablelm": "stablelm",
+        "starcoder2": "starcoder2",
+    }
 )
 
 
 class Families(Mapping[str, Family]):
-    """The families known to this process, by `model_type`."""
+    """The families known to this process, by `model_type`; a family's file is imported when it is first asked for."""
 
-    def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
+    def __init__(self, homes: Mapping[str, str] = HOMES) -> None:
+        self._homes = {model_type: module for module, types in homes.items() for model_type in types.split()}
         self._families: dict[str, Family] = {}
-        for module in modules:
-            self.register(importlib.import_module(f"firstlight.engine.model.families.{module}").FAMILY)
         self.foreign: Foreign | None = None
 
     def register(self, family: Family) -> Family:
@@ -111,40 +113,46 @@ class Families(Mapping[str, Family]):
         return family
 
     def __getitem__(self, model_type: str) -> Family:
+        if model_type not in self._families:
+            module = importlib.import_module(f"firstlight.engine.model.families.{self._homes[model_type]}")
+            self._families = {**dict.fromkeys(module.FAMILY.model_types, module.FAMILY), **self._families}
         return self._families[model_type]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._families)
+        return iter(self._homes | self._families)
 
     def __len__(self) -> int:
-        return len(self._families)
+        return len(self._homes | self._families)
+
+    def __contains__(self, model_type: object) -> bool:
+        return model_type in self._families or model_type in self._homes
 
     def of(self, config: Config, default: str | None = None) -> Family:
         """The family of a configuration; refused when nobody knows it, with the nearest name."""
         model_type = config.get("model_type", default) or config.need("model_type")
         if not isinstance(model_type, str):
             config.refuse("model_type", model_type, "a name")
-        if model_type not in self._families:
-            near = difflib.get_close_matches(str(model_type), self._families, n=3, cutoff=0.5)
+        if model_type not in self:
+            near = difflib.get_close_matches(str(model_type), self, n=3, cutoff=0.5)
             raise Refused(
                 fatal(
                     "unknown-architecture",
                     f"no family answers to model_type {model_type!r} (architectures: {config.get('architectures')})",
                     file="config.json",
-                    expected=", ".join(sorted(self._families)),
+                    expected=", ".join(sorted(self)),
                     found=str(model_type),
                     next=(f"nearest names: {', '.join(near)}; " if near else "")
                     + "write a family file (engine/model/families) and register it",
                 )
             )
-        return self._families[model_type]
+        return self[model_type]
 
     def fall_back(self, provider: Foreign | None) -> None:
         """What no family knows is asked of `provider` from now on; None: it is refused."""
         self.foreign = provider
 
     def _from_elsewhere(self, raw: Mapping[str, Any]) -> ForeignSpec | None:
-        if self.foreign is None or (raw.get("model_type") in self._families and not self.foreign.always):
+        if self.foreign is None or (raw.get("model_type") in self and not self.foreign.always):
             return None
         return self.foreign.describe(raw)
 
@@ -191,7 +199,7 @@ class Families(Mapping[str, Family]):
     def _nested(self, part: Part, config: Config) -> tuple[Family, Config]:
         """The family of a part, and its configuration."""
         if part.flat and part.key not in config and part.default is not None:
-            return self._families[part.default], config
+            return self[part.default], config
         nested = config.sub(part.key)
         return self.of(nested, part.default), nested
 

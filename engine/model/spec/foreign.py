@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from numpy.typing import NDArray
 
 from firstlight.engine.model.spec.layer import LayerSpec
 from firstlight.engine.model.spec.param import Param
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class ForeignVision(msgspec.Struct, frozen=True, kw_only=True, tag="foreign"):

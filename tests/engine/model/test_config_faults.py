@@ -1,5 +1,6 @@
 """Faults that public bring-ups met in configurations: each is refused, or shown and right, and never guessed around."""
 
+import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.model.families.registry import Families
+from firstlight.engine.model.families.registry import HOMES, Families
 from firstlight.engine.model.rules import rule
 from firstlight.engine.model.spec import Attention, ModelSpec
 from firstlight.engine.parallel.constraints import refuse_impossible, violations
@@ -207,3 +208,9 @@ def test_a_key_that_nothing_reads_is_shown() -> None:
     spec = described(mystery_factor=3.5)
     assert "unread-config-key" in codes(spec.findings)
     assert "mystery_factor" in str([finding.message for finding in spec.findings])
+
+
+def test_every_family_answers_to_the_model_types_it_is_listed_under() -> None:
+    for module, model_types in HOMES.items():
+        family = importlib.import_module(f"firstlight.engine.model.families.{module}").FAMILY
+        assert " ".join(family.model_types) == model_types, module
