@@ -113,7 +113,13 @@ def _parameters(notebook: Path) -> dict[str, Any]:
         found: dict[str, Any] = papermill.inspect_notebook(str(notebook))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(
-            fatal("usage", f"{notebook} cannot be read: {error}", file=str(notebook), expected="a Jupyter notebook")
+            fatal(
+                "usage",
+                f"{notebook} cannot be read: {error}",
+                file=str(notebook),
+                expected="a Jupyter notebook",
+                next="name another; notebooks/runbook_template.ipynb is one to begin with",
+            )
         ) from error
     missing = [name for name in GIVEN if name not in found]
     if missing:

@@ -185,7 +185,12 @@ def _header(path: Path, length: bytes, read_bytes: Any) -> dict[str, Any]:
         _refuse(path, "not-safetensors", "too short to have a header", None, "8 bytes or more", f"{len(length)} bytes")
     if size > HEADER_LIMIT_BYTES:
         _refuse(
-            path, "header-too-large", "the header is too long", None, f"{HEADER_LIMIT_BYTES} bytes", f"{size} bytes"
+            path,
+            "header-too-large",
+            "the header is too long, or this is no safetensors file",
+            None,
+            f"at most {HEADER_LIMIT_BYTES:,} bytes",
+            f"{size:,} bytes, of a file that starts with {length!r}",
         )
     text = read_bytes(size)
     try:

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         while (health := host.health()).failure is None and health.status not in ("stopped", "failed"):
             time.sleep(LOOK_PERIOD_S)
         if health.failure is not None:
+            time.sleep(http.linger_s)  # as long as the host tells whoever asks for /health which rank it was
             raise RankFailure(health.failure.rank, health.failure.phase, health.failure.reason)
         return report
     finally:

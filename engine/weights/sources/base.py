@@ -164,7 +164,7 @@ def unread(file: str, offset_bytes: int, nbytes: int, reason: str) -> Refused:
             "read-failed",
             f"the system could not read {nbytes} bytes at {offset_bytes}: {reason}",
             file=file,
-            next="check permissions and the health of the storage",
+            next="check permissions, the health of the storage and, where it is far away, the network",
         )
     )
 
