@@ -49,7 +49,7 @@ def runbook(
 
     progress = progress or Progress("runbook")
     source, target = Path(notebook), run.directory / "runbook.ipynb"
-    known = _parameters(source)
+    known = parameters_of(source)
     parameters = {"CHECKPOINT": checkpoint, "RUN": str(run.directory.resolve()), "STOP": not go_on}
     parameters |= _checked(values or {}, known, source)
     draft = Draft("runbook", f"{source.name}, {run.record.model}")
@@ -95,8 +95,8 @@ def _judge(draft: Draft, run: Run, broken: str, target: Path) -> None:
         draft.check(verb, rung.status == "passed", value=rung.status, detail=rung.file)
 
 
-def _parameters(notebook: Path) -> dict[str, Any]:
-    """The notebook's parameters by name, as papermill finds them."""
+def parameters_of(notebook: Path) -> dict[str, Any]:
+    """The notebook's parameters by name, as papermill finds them; `Refused` for what is no runbook."""
     import papermill
 
     if not notebook.is_file() or notebook.suffix != ".ipynb":

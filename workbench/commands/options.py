@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,12 +276,3 @@ def operator(text: str) -> tuple[str, str]:
     if not sign or not name or not implementation:
         raise argparse.ArgumentTypeError(f"{text!r} is not OPERATOR=IMPLEMENTATION")
     return name, implementation
-
-
-def not_built(verb: str, instead: str) -> Callable[..., Any]:
-    """The `run` of a verb that does nothing yet: it says so."""
-
-    def run(*_: object) -> Any:
-        raise Refused(fatal("not-available", f"{verb} is not built yet", next=instead))
-
-    return run
