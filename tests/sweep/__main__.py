@@ -4,7 +4,8 @@
     python -m tests.sweep all deepseek_v3 glm4   # these
     python -m tests.sweep tiny [NAME ...]        # the tiny models of tests/families, stored and prompted in other ways
     python -m tests.sweep flips [NAME ...]       # each key of their configurations, one at a time, at another value
-    ... --meshes "tp2,pp2,ep2"                   # and these meshes, where one rank is equal
+    python -m tests.sweep meshes [NAME ...]      # the tiny models as they are, for --meshes "tp2,pp2,ep2"
+    python -m tests.sweep vision [NAME ...]      # the same of models that see: keys of towers and projectors
 
 A line of JSON a case goes to build/sweep/<mode>.jsonl; at the end stands a table: an architecture, what became of
 it (native, fallback, refused, wrong, crashed; unbuilt: transformers itself cannot make or run it), its largest error.
@@ -51,6 +52,7 @@ class Sweep:
         stored: torch.dtype = torch.float32,
         bare: Sequence[str] = (),
         positions: bool = True,
+        given: outside.Tensors | None = None,
         unless: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """One configuration: built, run outside, tried inside. Logits, or None where transformers cannot.
@@ -62,7 +64,7 @@ class Sweep:
         shutil.rmtree(home, ignore_errors=True)
         try:
             model = outside.model_of(raw)
-            given = outside.prompts(_vocab(model), tokens)
+            given = outside.prompts(_vocab(model), tokens) if given is None else given
             if stored != torch.float32:
                 outside.write(model, home, given, {}, stored)
                 model = outside.reopened(model, home)
@@ -80,7 +82,7 @@ class Sweep:
         if bare:
             _without(home / "config.json", bare)
         result = inside.tried(home, golden)
-        if result.word == "wrong" and not outside.heeds_padding(model, given, found):
+        if result.word == "wrong" and "pixel_values" not in given and not outside.heeds_padding(model, given, found):
             given = {**given, "attention_mask": torch.ones_like(given["input_ids"])}
             variant += " (no padding: it changes the reference)"
             golden = outside.write_golden(home, given, outside.run(model, given, steps))
@@ -176,6 +178,29 @@ def flips(sweep: Sweep, names: Sequence[str]) -> None:
             sweep.case(name, what, small.merged(raw, change), min(tokens, 40), unless=base)
 
 
+def divided(sweep: Sweep, names: Sequence[str]) -> None:
+    for name, (raw, tokens) in families(names).items():
+        sweep.case(name, "as it is", raw, min(tokens, 40), steps=3)
+
+
+def vision(sweep: Sweep, names: Sequence[str]) -> None:
+    from tests import vision_checkpoints as seeing
+
+    for name, raw in seeing.MODELS.items():
+        if names and name not in names:
+            continue
+        given = {key: torch.from_numpy(value) for key, value in seeing.inputs(name).items()}
+        try:
+            full = outside.model_of(raw).config.to_dict()
+        except Exception as error:  # noqa: BLE001 - transformers raises whatever it likes
+            sweep.row(name, "flips", "1", inside.Result("unbuilt", why=f"{type(error).__name__}: {error}"[:200]))
+            continue
+        base = sweep.case(name, "as it is", raw, given=given)
+        for what, change in small.flips(full):
+            if "text_config" not in change:
+                sweep.case(name, what, small.merged(raw, change), given=given, unless=base)
+
+
 def table(rows: Sequence[Row]) -> str:
     """An architecture, counts of words, and the largest error on each mesh."""
     lines = []
@@ -193,7 +218,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.sweep", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("mode", nargs="?", default="all", choices=("all", "tiny", "flips"))
+    parser.add_argument("mode", nargs="?", default="all", choices=("all", "tiny", "flips", "meshes", "vision"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--meshes", default="")
     parser.add_argument("--out", type=Path)
@@ -203,7 +228,9 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="firstlight-sweep-") as scratch:
         sweep = Sweep(asked.mode, meshes, Path(scratch), asked.out)
-        {"all": every, "tiny": tiny, "flips": flips}[asked.mode](sweep, asked.names)
+        {"all": every, "tiny": tiny, "flips": flips, "meshes": divided, "vision": vision}[asked.mode](
+            sweep, asked.names
+        )
     print(table(sweep.rows))
     bad = [row for row in sweep.rows if row["word"] in ("wrong", "crashed")]
     print(f"{len(sweep.rows)} cases in {time.monotonic() - started:.0f} s, {len(bad)} wrong or crashed")

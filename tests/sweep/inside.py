@@ -40,7 +40,9 @@ def tried(home: Path, golden: Path, mesh: Mesh | None = None) -> Result:
 
 def sorted_out(report: Report) -> Result:
     """The word for a report of verify, the largest deviation, and what it said."""
-    values = [float(check.value) for check in report.checks if check.unit.startswith("of scale") and check.value]
+    values = [
+        float(check.value) for check in report.checks if check.unit.startswith("of scale") and check.value is not None
+    ]
     codes = tuple(
         f"{finding.code}: {finding.message[:80]}" for finding in report.findings if finding.severity != "note"
     )

@@ -114,7 +114,13 @@ def prompts(vocab: int, tokens: int, seed: int = 0, taken: frozenset[int] = froz
 def run(model: Any, given: Tensors, steps: int = 0, positions: bool = True) -> Tensors:
     """What goes into a golden file; `positions`: rows that are padded at the left count from their first token."""
     more: dict[str, Any] = {}
-    if positions and "position_ids" in inspect.signature(model.forward).parameters:
+    names = inspect.signature(model.forward).parameters
+    config = model.config.to_dict()
+    token = config.get("image_token_id") or config.get("image_token_index")
+    if "pixel_values" in given:
+        marks = (given["input_ids"] == token).long()
+        more |= {name: marks for name in ("token_type_ids", "mm_token_type_ids") if name in names}
+    elif positions and "position_ids" in names:
         more["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with quiet(), _first_input(model) as first:
         out = model(**given, **more, output_hidden_states=True, use_cache=False)

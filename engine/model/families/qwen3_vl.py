@@ -50,8 +50,8 @@ def _tower(config: Config, deep_default: tuple[int, ...], image_token_id: int) -
     if side * side != positions:
         config.refuse("num_position_embeddings", positions, "a square number")
     indexes = tuple(int(index) for index in config.stated("deepstack_visual_indexes", absent=deep_default) or ())
-    if any(not 0 <= index < depth for index in indexes):
-        config.refuse("deepstack_visual_indexes", list(indexes), f"layers of 0 to {depth - 1}")
+    if any(not 0 <= index < depth for index in indexes) or len(set(indexes)) < len(indexes):
+        config.refuse("deepstack_visual_indexes", list(indexes), f"layers of 0 to {depth - 1}, each once")
     deep = Chain(
         width=hidden,
         steps=(

@@ -62,7 +62,8 @@ class PatchTower:
             x_TH = x_TH[torch.argsort(back_T)]
         states, deep = self._states(x_TH, whole, windows, back_T)
         features_nW = self._chain(torch.cat([self._without_class(state, patches) for state in states], dim=-1))
-        return torch.cat((features_nW, *(chain(one) for chain, one in zip(self._deep, deep, strict=True))), dim=-1)
+        by_layer = sorted(range(len(deep)), key=lambda i: self.spec.deep[i].layer)  # however the layers are listed
+        return torch.cat((features_nW, *(self._deep[i](deep[i]) for i in by_layer)), dim=-1)
 
     def _states(
         self, x_TH: Tensor, whole: Setting, windows: Setting | None, back_T: Tensor | None
