@@ -6,8 +6,8 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import repeat
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Protocol
 
@@ -67,15 +67,17 @@ def enter_kinds(book: Book, kinds: Iterable[Kind], tensors: Mapping[str, TensorI
 def _packed(
     kind: Kind, kinds: Mapping[str, Kind], tensors: Mapping[str, TensorInfo], scheme: Scheme
 ) -> _Weights | None:
-    """The quantized weights whose codes are a kind, if each has the same parts of the same shapes."""
+    """The quantized weights whose codes are a kind, if each has the same parts of the same shapes.
+
+    Those that lack a part, as where a shard is missing, are left to the account of single tensors.
+    """
     weight = weight_name(kind.pattern)
     if weight is None or scheme.numbered:
         return None
     format_ = scheme.of((weight_name(kind.names[0]) or "").removesuffix(".weight"))
     if format_ is None:
         return None
-    there: dict[str, list[TensorInfo]] = {}
-    whole: list[Kind] = []
+    each: dict[str, tuple[Kind, Sequence[TensorInfo | None]]] = {}
     for part in suffixes(format_):
         for pattern in part_names(weight, part):
             other = kinds.get(pattern)
@@ -84,9 +86,14 @@ def _packed(
             found = kind.tensors if other is kind else _of_each(kind, other, tensors)
             if found is None:
                 return None
-            there[part.suffix] = found
-            if len(found) == len(other.tensors):
-                whole.append(other)
+            each[part.suffix] = other, found
+    complete = [None not in parts for parts in zip(*(found for _, found in each.values()), strict=True)]
+    if not all(complete):
+        kind = Kind(kind.pattern, list(compress(kind.tensors, complete)), {})
+        if len(kind.tensors) < FEWEST:
+            return None
+    there = {suffix: [t for t in compress(found, complete) if t is not None] for suffix, (_, found) in each.items()}
+    whole = [other for suffix, (other, _) in each.items() if len(there[suffix]) == len(other.tensors)]
     form = fitting(format_, kind.tensors[0], {suffix: found[0] for suffix, found in there.items()})
     if not isinstance(form, Format) or form.swapped:
         return None
@@ -96,17 +103,14 @@ def _packed(
     return _Weights(weight, shape, kind, tuple(whole), form, tuple(there[part.suffix] for part in form.parts))
 
 
-def _of_each(kind: Kind, other: Kind, tensors: Mapping[str, TensorInfo]) -> list[TensorInfo] | None:
-    """The member of another kind with the numbers of each member of this one; None where one is absent or unlike."""
+def _of_each(kind: Kind, other: Kind, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo | None] | None:
+    """The member of another kind with the numbers of each member of this one; None where members are unlike."""
     if not other.is_uniform:
         return None
     if kind.is_numbered_like(other):
         return other.tensors
     names = kind.as_names(other.pattern)
-    if names is None:
-        return None
-    found = list(map(tensors.get, names))
-    return found if all(found) else None  # type: ignore[return-value]
+    return None if names is None else list(map(tensors.get, names))
 
 
 def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
