@@ -20,7 +20,7 @@ from firstlight.engine.weights.loader import Filling
 from firstlight.engine.weights.memory import Pool
 from firstlight.engine.weights.pages import aligned
 from firstlight.engine.weights.placing import STORED_DTYPES
-from firstlight.engine.weights.residency import STAGING_BYTES, ResidencyReport, too_small, zero_padding
+from firstlight.engine.weights.residency import STAGING_BYTES, ResidencyReport, staging_bytes, too_small, zero_padding
 
 # Slot numbers [T, k], tensors of slots [C, ...] by name, the expert in each slot [C] -> what they contribute.
 Call = Callable[[Tensor, dict[str, Tensor], Tensor], Tensor]
@@ -54,7 +54,7 @@ class ExpertCache:
         self._sites = _sites(pieces.storages)
         self._pieces = _by_expert(pieces.pieces, self._sites)
         self._lock = threading.Lock()
-        staging = STAGING_BYTES if budget_bytes is not None else 0
+        staging = 0 if budget_bytes is None else max(map(self._staging, self._sites))
         self._staging_bytes = staging
         groups: dict[Signature, list[str]] = {}
         for site, storages in self._sites.items():
@@ -143,6 +143,14 @@ class ExpertCache:
         """Nothing goes on in the background but the backing of memory."""
         self._pool.stop()
 
+    def _staging(self, site: str) -> int:
+        """For four experts at once: two that are worked on and two that are being read."""
+        pieces = next((pieces for (of, _), pieces in self._pieces.items() if of == site), [])
+        described = [_one(storage, storage.name) for storage in self._sites[site]]
+        own = [_at(piece, piece.storage) for piece in pieces]
+        of_one = staging_bytes(self._checkpoint, described, own, self._device, STAGING_BYTES)
+        return min(STAGING_BYTES, 4 * of_one)
+
     def _fetch(self, site: str, bank: _Bank, absent: Sequence[int]) -> None:
         """Read experts into slots; a slot whose reading failed holds nothing."""
         storages: dict[str, Tensor] = {}
@@ -160,7 +168,8 @@ class ExpertCache:
         self._pool.wait()
         filling = Filling(self._checkpoint, described, pieces, storages, self._device)
         try:
-            for _, nbytes in filling.carry_out(self._threads, ahead_bytes=STAGING_BYTES // 2):
+            ahead_bytes = (self._staging_bytes or STAGING_BYTES) // 2
+            for _, nbytes in filling.carry_out(self._threads, ahead_bytes=ahead_bytes):
                 self._fetched_bytes += nbytes
         except BaseException:
             bank.forget(site, absent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -189,6 +190,17 @@ class Filling:
     def needed_bytes(self) -> int:
         """Bytes as stored that the pieces need."""
         return sum(self._placing.needed_bytes(piece) for piece in self._pieces)
+
+    def staging_bytes(self, most_bytes: int) -> int:
+        """Staging memory that all pieces together can take, up to `most_bytes`: bytes read, and numbers unpacked."""
+        read = unpacked = 0
+        for piece in self._pieces:
+            read += sum(step.nbytes for step in self._placing.steps(piece) if step.is_staged)
+            if piece.packed is not None:  # one after the other, in float32 and once more on the way there
+                unpacked = max(unpacked, 8 * math.prod(piece.shape))
+            if read + unpacked >= most_bytes:
+                return most_bytes
+        return read + unpacked
 
     def carry_out(
         self,

@@ -77,7 +77,7 @@ class LayerStream:
         self._storages = _by_layer(pieces.storages)
         self._pieces = _by_layer(pieces.pieces, {storage.name: storage.layer for storage in pieces.storages})
         self._budget_bytes, self._other_bytes, self._whole_bytes = budget_bytes, other_bytes, pieces.nbytes
-        self._staging_bytes = STAGING_BYTES if budget_bytes is not None else 0
+        self._staging_bytes = 0 if budget_bytes is None else max(map(self._staging, self._range))
         sizes = [sum(aligned(one.nbytes) for one in self._storages[layer]) for layer in self._range]
         slot_bytes = max(sizes)
         count = _slots(len(sizes), slot_bytes, budget_bytes, other_bytes + self._staging_bytes)
@@ -220,6 +220,9 @@ class LayerStream:
         ahead = STAGING_BYTES // 2
         return sum(nbytes for _, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes=ahead))
 
+    def _staging(self, layer: int) -> int:
+        return staging_bytes(self._checkpoint, self._storages[layer], self._pieces[layer], self._device, STAGING_BYTES)
+
     def _views(self, layer: int, slot: int) -> dict[str, Tensor]:
         return views(self._slots[slot], self._storages[layer])
 
@@ -268,6 +271,15 @@ def views(slot_N: Tensor, storages: Iterable[Storage]) -> dict[str, Tensor]:
         found[storage.name] = flat_N.view(STORED_DTYPES[storage.dtype]).view(storage.shape)
         start += aligned(storage.nbytes)
     return found
+
+
+def staging_bytes(
+    checkpoint: Checkpoint, described: Sequence[Storage], pieces: Sequence[Piece], device: torch.device, most: int
+) -> int:
+    """Staging memory that reading these pieces takes, at most `most`; none for those read straight into place."""
+    nbytes = sum(aligned(storage.nbytes) for storage in described)
+    places = views(torch.empty(nbytes, dtype=torch.uint8, device="meta"), described)
+    return Filling(checkpoint, described, pieces, places, device).staging_bytes(most)
 
 
 def zero_padding(pieces: Iterable[Piece], described: Iterable[Storage], storages: Mapping[str, Tensor]) -> None:

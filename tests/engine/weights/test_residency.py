@@ -106,6 +106,20 @@ def test_layers_through_a_budget_give_the_same_numbers(name: str, checkpoint: Ge
         assert report.fetched_bytes > whole.weights.bytes_needed * 0.5
 
 
+@pytest.mark.parametrize(("kind", "mesh"), [("streamed", Mesh()), ("streamed", Mesh(tp=2)), ("experts", Mesh())])
+def test_no_more_staging_is_counted_than_the_pieces_can_take(
+    kind: Kind, mesh: Mesh, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the staging memory of large models: a tiny one still goes through a budget smaller than itself."""
+    for module in (residency, expert_cache):
+        monkeypatch.setattr(module, "STAGING_BYTES", 32 << 20)
+    path = checkpoint("qwen3_moe-bf16" if kind == "experts" else "qwen3_moe")
+    coming = held(path, kind, least(path, kind, lambda *those: held(*those, mesh)), mesh)
+    report = coming.weights.residency()
+    assert report.held_bytes <= report.budget_bytes
+    assert report.budget_bytes < report.whole_bytes
+
+
 def test_without_a_budget_layers_run_while_others_are_read(checkpoint: Get, held: Callable[..., Held]) -> None:
     path = checkpoint("llama")
     streamed = held(path, "streamed", None)
