@@ -75,6 +75,7 @@ class Dashboard:
         self._main = column(self._message)
         self._names: list[str] = []
         self._document: Any = None
+        self._location: Any = None
         self._list_runs(first_run)
         self._run.param.watch(lambda _: self._choose(), "value")
         self._tab.param.watch(lambda _: self._open_tab(), "value")
@@ -99,7 +100,7 @@ class Dashboard:
         if location is not None:
             location.sync(self._run, {"value": "run"})
             location.sync(self._tab, {"value": "tab"})
-            pn.state.onload(self._tell_address)
+            self._location = location
         self._choose()
         self._open_tab()
         pn.state.add_periodic_callback(self.tick, TICK_MS)
@@ -107,14 +108,15 @@ class Dashboard:
 
     def _tell_address(self) -> None:
         """What is shown can be linked to at once, also when the address named neither run nor tab."""
-        if pn.state.location is not None and self._run.value is not None:
-            pn.state.location.update_query(run=self._run.value, tab=self._tab.value)
+        if self._location is not None and self._run.value is not None and "tab=" not in self._location.search:
+            self._location.update_query(run=self._run.value, tab=self._tab.value)
 
     def tick(self) -> None:
         """Draw what changed; cheap when nothing did."""
         if self._follower is None:
             self._list_runs()
             return
+        self._tell_address()  # the page overwrites the address with its own when it connects
         snapshot = self._follower.snapshot
         now = snapshot.directory, self._tab.value, snapshot.version
         if now != self._drawn:

@@ -6,14 +6,16 @@ rung ends, the box keeps its transcript in an output of its own. Everything a mo
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ipywidgets as ipw
+from IPython.core.getipython import get_ipython
 from IPython.display import HTML, display
 
 from firstlight.engine.errors import FirstlightError
@@ -22,6 +24,7 @@ from firstlight.workbench.figures import STYLE
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
 
+Made = TypeVar("Made")
 Answer = Callable[[str, bytes | None], Iterator[str]]
 """(text, picture file or None) -> pieces of the answer as they come."""
 
@@ -99,14 +102,14 @@ class Stepper:
         self._change = threading.Condition()
         self._at: tuple[str, str] | None = None
         self._handle: Any = None
-        self._buttons = {
-            name: ipw.Button(description=name, layout=ipw.Layout(width="7rem"))
-            for name in ("Pause", "Next layer", "Go on")
-        }
-        self._said = ipw.HTML()
+        names = ("Pause", "Next layer", "Go on")
+        self._buttons = _of_no_cell(
+            lambda: {name: ipw.Button(description=name, layout=ipw.Layout(width="7rem")) for name in names}
+        )
+        self._said = _of_no_cell(ipw.HTML)
         for name, act in (("Pause", self.pause), ("Next layer", self.next_layer), ("Go on", self.go_on)):
             self._buttons[name].on_click(lambda _, act=act: act())
-        self._box = ipw.HBox([*self._buttons.values(), self._said])
+        self._box = _of_no_cell(lambda: ipw.HBox([*self._buttons.values(), self._said]))
         self._say()
 
     def show(self) -> Stepper:
@@ -171,6 +174,9 @@ class Stepper:
         self._say()
 
     def _say(self, event: ProgressEvent | None = None) -> None:
+        _of_no_cell(lambda: self._say_it(event))
+
+    def _say_it(self, event: ProgressEvent | None) -> None:
         self._buttons["Pause"].disabled = self._paused
         self._buttons["Next layer"].disabled = self._buttons["Go on"].disabled = not self._paused
         at = f"held behind {escape(event.detail)}, {_amount_so_far(event)}" if event is not None else ""
@@ -232,6 +238,23 @@ class AskBox:
     def _update(self) -> None:
         if self._handle is not None:
             self._handle.update(HTML(self.twin()))
+
+
+def _of_no_cell(call: Callable[[], Made]) -> Made:
+    """Makes or changes widgets as if no cell had asked for it, which lets their buttons work while a cell is held.
+
+    A kernel hands what a frontend says of a widget to the shell that spoke of it last (ipykernel 7.4, `BaseComm`), and
+    the one of the running cell is busy; what belongs to no cell goes to the subshell that JupyterLab keeps for widgets.
+    """
+    parent = getattr(getattr(get_ipython(), "kernel", None), "_shell_parent", None)
+    if not isinstance(parent, contextvars.ContextVar):  # another kernel, or none
+        return call()
+
+    def apart() -> Made:
+        parent.set({})  # within this context alone
+        return call()
+
+    return contextvars.copy_context().run(apart)
 
 
 def _so_far(pace: Pace) -> str:
