@@ -6,11 +6,19 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, mixture, shared_expert, sigmoid_router, sparse_layers
+from firstlight.engine.model.families.mixtures import (
+    MIXTURE,
+    fill_in,
+    mixture,
+    shared_expert,
+    sigmoid_router,
+    sparse_layers,
+)
 from firstlight.engine.model.spec import ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     config.only("moe_layer_freq", 1, default=1)
     mixer, sparse = attention(config), sparse_layers(config, 1)
     width = config.size("moe_intermediate_size")

@@ -7,7 +7,14 @@ from firstlight.engine.model.families.common import DENSE, TRUNK, activation, de
 from firstlight.engine.model.families.deepseek_v3 import score_scale
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.kimi_linear import DELTA_RULES
-from firstlight.engine.model.families.mixtures import MIXTURE, mixture, shared_expert, sigmoid_router, sparse_layers
+from firstlight.engine.model.families.mixtures import (
+    MIXTURE,
+    fill_in,
+    mixture,
+    shared_expert,
+    sigmoid_router,
+    sparse_layers,
+)
 from firstlight.engine.model.families.state_spaces import layer_kinds
 from firstlight.engine.model.rules import WeightRule, ignored, rule
 from firstlight.engine.model.spec import MLA, FeedForward, GatedDelta, Mixer, ModelSpec, Norm
@@ -55,6 +62,7 @@ def latent_attention(config: Config) -> MLA:
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     count, group = config.size("num_hidden_layers"), int(config.get("layer_group_size", 6))
     kinds = layer_kinds(config, "linear_attention", "full_attention")
     kinds = kinds or ["linear_attention" if (i + 1) % group else "full_attention" for i in range(count)]

@@ -10,6 +10,7 @@ from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, mlp, 
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import (
     MIXTURE,
+    fill_in,
     mixture,
     shared_expert,
     sigmoid_router,
@@ -71,6 +72,7 @@ def with_extra_layers(config: Config, model: ModelSpec, extra: LayerSpec, ends: 
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     mixer, dense, moe = attention(config), mlp(config), experts(config)
     sparse = sparse_layers(config, 3)
     plain = decoder(config, "deepseek_v3", lambda i: mixer, lambda i: moe if sparse[i] else dense)

@@ -6,7 +6,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention, experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, sparse_layers
 from firstlight.engine.model.spec import MLA, Indexer, ModelSpec, Norm
 
 DEFAULTS = {"deepseek_v32": (False, 1e-6), "glm_moe_dsa": (True, 1e-5)}  # the indexer's pairs are neighbours; epsilon
@@ -29,6 +29,7 @@ def _own(config: Config) -> list[bool]:
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     model_type = str(config.need("model_type"))
     neighbours, eps = DEFAULTS[model_type]
     latent, dense, moe = attention(config), mlp(config), experts(config)

@@ -3,11 +3,12 @@
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, head_dim, mlp, rms, rope
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert
+from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, mixture, router, shared_expert
 from firstlight.engine.model.spec import FeedForward, ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     bias = bool(config.get("use_bias", False))
     attention = gqa(
         config,

@@ -19,6 +19,7 @@ from firstlight.engine.model.families.common import (
     mlp,
     rms,
     rope_of_kind,
+    silent_rope,
 )
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import rule
@@ -40,7 +41,14 @@ def _wide(config: Config, index: int) -> tuple[int, int]:
     return int(size), int(own.get("num_key_value_heads", shared or config.size("num_key_value_heads")))
 
 
+ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+}
+
+
 def spec(config: Config) -> ModelSpec:
+    silent_rope(config, **ROPE)
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if config.get(key, 256 if key.startswith("hidden") else 0):
             config.unsupported(key, config.get(key, 256), "0: layers that stand alone")

@@ -15,11 +15,12 @@ from firstlight.engine.model.families.common import (
 )
 from firstlight.engine.model.families.deepseek_v3 import experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     norm, dense, moe, sparse = rms(config, 1e-5), mlp(config), experts(config), sparse_layers(config, 1)
     attention = gqa(
         config,

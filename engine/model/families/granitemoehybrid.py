@@ -10,6 +10,7 @@ from firstlight.engine.model.spec import MLP, FeedForward, Mixer, ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
+    config.assume(rms_norm_eps=1e-6)
     bias, count = bool(config.get("attention_bias", False)), config.size("num_hidden_layers")
     rotates = config.only("position_embedding_type", "rope", "nope", None) == "rope"
     for key in ("rope_parameters", "rope_theta", "rope_scaling"):

@@ -5,7 +5,16 @@ branches, Mistral 4 with queries sharpened at far positions and softmax-routed e
 from typing import Any
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, llama4_temperature, mlp, rms, rope
+from firstlight.engine.model.families.common import (
+    DENSE,
+    TRUNK,
+    decoder,
+    llama4_temperature,
+    mlp,
+    rms,
+    rope,
+    silent_rope,
+)
 from firstlight.engine.model.families.deepseek_v3 import (
     MLA_RULES,
     attention,
@@ -15,13 +24,26 @@ from firstlight.engine.model.families.deepseek_v3 import (
     with_extra_layers,
 )
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, mixture, router, shared_expert, sparse_layers
 from firstlight.engine.model.spec import MLA, ModelSpec, MoE
+
+ROPE = {  # Mistral 4's
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _sharpened(config: Config) -> MLA:
     """`partial_rotary_factor` among the rotary parameters only repeats the two sizes of a query."""
     rotated = config.size("qk_rope_head_dim")
+    silent_rope(config, **ROPE)
     positions = rope(
         config,
         rotated,
@@ -64,6 +86,7 @@ def _dense(config: Config, model_type: str) -> ModelSpec:
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     model_type = str(config.need("model_type"))
     if model_type in ("minicpm3", "youtu"):
         return _dense(config, model_type)

@@ -32,7 +32,7 @@ def kinds_of(config: Config) -> list[str]:
 
 def attention(config: Config) -> Attention:
     fields = config.get("rope_parameters") or {}
-    rotates = fields.get("rope_theta") is not None or config.get("rope_theta") is not None
+    rotates = fields.get("rope_theta", config.stated("rope_theta", absent=10000.0)) is not None  # null: no positions
     bias = bool(config.get("attention_bias", False))
     return gqa(
         config,

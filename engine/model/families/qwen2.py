@@ -1,9 +1,20 @@
 """Qwen2 and Qwen2.5: Llama's layout with biases on q, k and v, and windows on the upper layers where switched on."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, layer_windows, mlp
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    TRUNK,
+    decoder,
+    gqa,
+    layer_windows,
+    mlp,
+    silent_rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
+
+OF_PICTURES = ("qwen2_vl_text", "qwen2_5_vl_text")
 
 
 def windows(config: Config) -> list[int | None]:
@@ -19,10 +30,13 @@ def windows(config: Config) -> list[int | None]:
 
 
 def spec(config: Config) -> ModelSpec:
+    if config.get("model_type") in OF_PICTURES:
+        silent_rope(config, rope_type="default", rope_theta=1000000.0)
+        config.assume(rms_norm_eps=1e-5)
     window = windows(config)
     feed_forward = mlp(config)
     return decoder(config, "qwen2", lambda i: gqa(config, qkv_bias=True, window=window[i]), lambda i: feed_forward)
 
 
 RULES = TRUNK + ATTENTION + DENSE
-FAMILY = Family(name="qwen2", model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), spec=spec, rules=RULES)
+FAMILY = Family(name="qwen2", model_types=("qwen2", *OF_PICTURES), spec=spec, rules=RULES)

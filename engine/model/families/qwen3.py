@@ -1,7 +1,18 @@
 """Qwen3 (dense): RMSNorm on every query and key head, head size apart from the width."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, QK_NORM, TRUNK, decoder, gqa, mlp, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    QK_NORM,
+    TRUNK,
+    decoder,
+    gqa,
+    mlp,
+    rms,
+    rope,
+    silent_rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.qwen2 import windows
 from firstlight.engine.model.spec import Attention, ModelSpec
@@ -9,6 +20,8 @@ from firstlight.engine.model.spec import Attention, ModelSpec
 
 def attention(config: Config, head_dim: int, window: int | None) -> Attention:
     """Qwen3's attention, shared by the mixture-of-experts variant."""
+    if config.get("model_type") in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+        silent_rope(config, rope_type="default", rope_theta=500000.0)
     bias = bool(config.get("attention_bias", False))
     return gqa(
         config,

@@ -26,7 +26,14 @@ from firstlight.engine.model.families.common import (
     rope,
 )
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, mixture, shared_expert, sigmoid_router, sparse_layers
+from firstlight.engine.model.families.mixtures import (
+    MIXTURE,
+    fill_in,
+    mixture,
+    shared_expert,
+    sigmoid_router,
+    sparse_layers,
+)
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLP, Attention, FeedForward, ModelSpec
 
@@ -115,6 +122,7 @@ def _shared(config: Config) -> MLP | None:
 
 
 def spec(config: Config) -> ModelSpec:
+    fill_in(config)
     model_type = str(config.need("model_type"))
     kin, bias = KIN[model_type], bool(config.get("attention_bias", False))
     own = config.size("hidden_size") // config.size("num_attention_heads")

@@ -1,0 +1,59 @@
+"""What a config.json leaves out is read as the reference reads it: the spec is that of the file with all keys in it."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from firstlight.engine.model.families import FAMILIES
+from tests.sweep.small import tiny
+
+MORE: dict[str, dict[str, Any]] = {  # where the tiny sizes do not go with the rest
+    "bailing_hybrid": {"num_experts_per_tok": 2},
+    "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "nemotron_h": {"sliding_window": None},
+    "phimoe": {"num_experts_per_tok": 2},
+}
+NEEDED = {  # sizes that a family does not guess; heads whose being tied a release says on top
+    "deepseek_v4": ("o_lora_rank", "hc_mult", "hc_sinkhorn_iters", "compress_rates"),
+    "granitemoehybrid": ("shared_intermediate_size",),
+    "nemotron_h": ("moe_shared_expert_intermediate_size",),
+    "qwen3_vl_moe_text": ("tie_word_embeddings",),
+    "kimi_linear": ("num_experts_per_token", "num_experts_per_tok"),
+}
+NOT_READ = ("mtp", "mtp_ends", "findings")  # layers that nobody computes; what was found
+# Of these the reference has no such tiny sizes, names layers in another way, or keeps all sizes in parts.
+NOT_HERE = ("falcon_h1", "longcat_flash", "dbrx")
+TEXTS = [name for name in FAMILIES if name not in NOT_HERE]
+
+
+def described(raw: dict[str, Any]) -> dict[str, Any]:
+    spec = FAMILIES.describe(raw)[0]
+    return {key: value for key, value in msgspec.json.decode(msgspec.json.encode(spec)).items() if key not in NOT_READ}
+
+
+def unlike(full: Any, bare: Any, where: str = "") -> dict[str, Any]:
+    """Where two descriptions differ, apart from how far positions are said to reach."""
+    if isinstance(full, dict) and isinstance(bare, dict):
+        pairs = [(f"{where}.{key}", full.get(key), bare.get(key)) for key in {*full, *bare} - {"max_positions"}]
+    elif isinstance(full, list) and isinstance(bare, list) and len(full) == len(bare):
+        pairs = [(f"{where}[]", *pair) for pair in zip(full, bare, strict=True)]
+    else:
+        return {} if full == bare else {where: (full, bare)}
+    return {name: value for pair in pairs for name, value in unlike(pair[1], pair[2], pair[0]).items()}
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_a_silent_file_is_read_as_the_reference_reads_it(model_type: str) -> None:
+    import transformers
+
+    known = transformers.CONFIG_MAPPING
+    if model_type not in known or hasattr(known[model_type](), "vision_config"):
+        pytest.skip("the reference has no configuration of that name for text alone")
+    bare = tiny(model_type, **MORE.get(model_type, {}))
+    full = json.loads(transformers.AutoConfig.for_model(**bare).to_json_string(use_diff=False))
+    full["model_type"], bare["dtype"] = model_type, full.get("dtype")
+    bare |= {key: full[key] for key in NEEDED.get(model_type, ()) if key in full}
+    assert unlike(described(full), described(bare)) == {}
