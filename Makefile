@@ -98,6 +98,10 @@ fuzz: install ## search for input that breaks a parser, a minute each: make fuzz
 	for target in header index config tokenizer; do \
 		$(BIN)/python -m tests.fuzz $$target -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=1; done
 
+.PHONY: sweep
+sweep: install ## try every architecture of transformers from outside, an hour of one core: make sweep [ARGS="flips glm4"]
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep $(ARGS)
+
 .PHONY: notebooks
 notebooks: install ## execute every notebook; results as HTML in build/notebooks
 	mkdir -p build/notebooks
