@@ -15,6 +15,8 @@ GROUPS = {  # files that one line stands for
     "data/samples/menagerie/": "the sample model: a small vision-language model of our own, as transformers writes it",
     "data/samples/pictures/": "pictures of animals to ask it about, rendered by the training script",
     "notebooks/pictures/": "pictures that this page shows",
+    "dashboards/pictures/": "its tabs, as they look on a real run",
+    "tests/fuzz/corpus/": "inputs that reached new code, and those that once found a fault, by what they are read as",
 }
 WIDTH = 120
 FENCE = re.compile(r"(?<=\n```text\n).*?(?=\n```)", re.DOTALL)
