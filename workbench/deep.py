@@ -21,6 +21,7 @@ from firstlight.engine.weights.sources.base import ByteSource, OpenFile
 from firstlight.workbench.progress import Progress
 
 CHUNK_BYTES = 4 << 20  # a multiple of every element size; a thread holds some five times as much
+EXPONENTS = ("_scale", ".scale", "_scales", "_scale_inv")  # of names: scales stored as bytes are powers of two
 BATCH = 64  # tensors that a thread takes at a time
 
 # dtype -> view, bits of the exponent, bits of the fraction: an exponent of ones is infinity or, with a fraction, NaN.
@@ -99,13 +100,15 @@ def _read_batch(source: ByteSource, batch: list[TensorInfo], tell: Callable[[int
 
 def _read(tensor: TensorInfo, opened: OpenFile, tell: Callable[[int], None]) -> TensorReading:
     digest, nan, infinite, squares, largest, elements = hashlib.sha256(), 0, 0, 0.0, 0.0, 0
+    is_exponent = tensor.dtype == "U8" and tensor.name.endswith(EXPONENTS)
+    dtype = "F8_E8M0" if is_exponent else tensor.dtype
     for start in range(0, tensor.nbytes, CHUNK_BYTES):
         chunk = bytearray(min(CHUNK_BYTES, tensor.nbytes - start))
         opened.read_into(tensor.offset_bytes + start, [memoryview(chunk)])
         digest.update(chunk)
-        counts = not_finite(tensor.dtype, chunk)
+        counts = not_finite(dtype, chunk)
         nan, infinite = nan + counts[0], infinite + counts[1]
-        values = wide(tensor.dtype, chunk) if not nan + infinite else None
+        values = wide(dtype, chunk) if not nan + infinite else None
         if values is not None:
             elements += values.size
             squares += float(np.dot(values, values))

@@ -271,7 +271,7 @@ def _check_wide_grey(image: Image.Image, name: str) -> None:
         _refuse(
             name,
             f"grey of mode {image.mode}: values without a defined white, which the model's processor would clip at 255",
-            expected="8 bits a channel, or values from 0 to 255",
-            found=f"values from {grey.min():g} to {grey.max():g}",
+            expected="8 bits a channel, or whole numbers from 0 to 255",
+            found=f"{'fractions' if image.mode == 'F' else 'values'} from {grey.min():g} to {grey.max():g}",
             next="scale it to 8 bits (16 bits: divide by 257) and save it as PNG",
         )

@@ -116,6 +116,14 @@ def test_reports_are_appended_to_a_run(checkpoint: Get, tmp_path: Path, capsys: 
     assert json.loads((tmp_path / "run" / "run.json").read_text())["model"] == "llama"
 
 
+def test_load_says_which_options_made_no_difference(checkpoint: Get, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--residency", "streamed", "--operator", "linear=native", "--json", "-", "-q")
+    status, out, _ = say(capsys, "load", str(checkpoint("llama")), *words)
+    said = [finding for finding in json.loads(out)["findings"] if finding["code"] == "usage"]
+    assert (status, [finding["severity"] for finding in said]) == (0, ["note"])
+    assert said[0]["message"].startswith("--residency, --operator made no difference")
+
+
 def test_a_rung_above_a_failed_one_needs_force(
     checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

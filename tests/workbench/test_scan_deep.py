@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from firstlight.engine.findings import Finding
+from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.safetensors_file import Tensor, bfloat16, read, write
 from firstlight.workbench import deep
 from firstlight.workbench.cli import main
-from firstlight.workbench.deep import TensorReading, wide
+from firstlight.workbench.deep import TensorReading, read_all, wide
 from firstlight.workbench.outliers import outliers
+from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Report
 from firstlight.workbench.scan import scan
 from tests.engine.weights import far
@@ -76,6 +78,16 @@ def test_the_scale_of_a_tensor_is_measured_over_all_its_chunks(home: Path, monke
         values = np.asarray(tensors[reading.tensor], np.float64)
         assert reading.rms == pytest.approx(np.sqrt(np.mean(values**2)), rel=1e-12)
         assert reading.largest == np.abs(values).max()
+
+
+def test_an_exponent_stored_as_a_byte_can_be_no_number(tmp_path: Path) -> None:
+    """All ones in a power of two are NaN (OCP MX v1.0, section 5.4); in codes stored as bytes they are numbers."""
+    scales, codes = np.full((4, 2), 127, np.uint8), np.full((4, 2), 255, np.uint8)
+    scales[1, 1] = 255
+    write(tmp_path / "model.safetensors", {"a.weight_scale": scales, "a.weight_packed": codes})
+    (tmp_path / "config.json").write_text("{}")
+    readings, _ = read_all(Checkpoint.open(tmp_path), Progress())
+    assert {reading.tensor: reading.nan for reading in readings} == {"a.weight_packed": 0, "a.weight_scale": 1}
 
 
 def test_values_of_every_float_are_wide() -> None:

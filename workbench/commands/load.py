@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+import msgspec
+
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, note
 from firstlight.workbench.commands import options
 from firstlight.workbench.commands.verify import layers
 from firstlight.workbench.report import Report
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     if arguments.rank is not None:
         from firstlight.workbench.one_rank import one_rank
 
-        return one_rank(
+        report = one_rank(
             arguments.checkpoint,
             mesh,
             arguments.rank,
@@ -41,11 +43,12 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             threads=arguments.load_threads,
             progress=session.progress("load"),
         )
+        return _with_unused(report, arguments)
     if arguments.layers is not None or arguments.forward:
         raise Refused(fatal("usage", "--layers and --forward are of one rank", expected="--rank R", found="no rank"))
     from firstlight.workbench.load import load
 
-    return load(
+    report = load(
         arguments.checkpoint,
         mesh,
         dtype=arguments.dtype,
@@ -56,3 +59,24 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         limit=not arguments.no_limit,
         progress=session.progress("load"),
     )
+    return _with_unused(report, arguments)
+
+
+def _with_unused(report: Report, arguments: argparse.Namespace) -> Report:
+    """Says which options of engines were asked for in vain: nothing computes here, and nothing comes and goes."""
+    asked = {
+        "--residency": arguments.residency not in (None, "resident"),
+        "--weights-budget": arguments.weights_budget is not None,
+        "--operator": bool(arguments.operator),
+    }
+    unused = [option for option, is_asked in asked.items() if is_asked]
+    if not unused:
+        return report
+    said = note(
+        "usage",
+        f"{', '.join(unused)} made no difference: load reads all weights once and computes nothing",
+        expected="verbs that compute",
+        found="load",
+        next="use generate, verify, serve or up, which report what came and went",
+    )
+    return msgspec.structs.replace(report, findings=(*report.findings, said))
