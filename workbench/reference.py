@@ -130,7 +130,7 @@ class Reference:
         kept: list[Tensor] = []
         hooks = (
             layer.register_forward_pre_hook(replace_input(torch.from_numpy(given)), with_kwargs=True),
-            source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out)),
+            source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple | list) else out)),
         )
         try:
             self.run(inputs)
@@ -145,7 +145,7 @@ class Reference:
         seen: list[Tensor] = []
 
         def keep(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            seen[:] = [args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out]
+            seen[:] = [args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple | list) else out]
 
         hook = decoder_layers(self._model)[0].register_forward_hook(keep, with_kwargs=True)
         try:
@@ -297,11 +297,11 @@ def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
 
 def decoder_layers(model: Any) -> Any:
     """The decoder's layers, under the names that releases have for them."""
-    decoder = model.get_decoder()
-    for module in decoder.modules():
-        for name in ("layers", "h", "blocks"):
-            if isinstance(found := getattr(module, name, None), torch.nn.ModuleList):
-                return found
+    for root in (model.get_decoder(), model):  # of some the former is the output head
+        for module in root.modules():
+            for name in ("layers", "h", "blocks", "layer"):
+                if isinstance(found := getattr(module, name, None), torch.nn.ModuleList):
+                    return found
     raise unavailable(type(model).__name__, "its decoder has no list of layers")
 
 
