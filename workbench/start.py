@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from firstlight.engine.errors import RankFailure
 from firstlight.engine.serving.api import EngineLike, Health, RankMemory
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import EngineOptions, HostOptions
+from firstlight.engine.serving.stream import EngineFailed
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.residency import add_residency
@@ -47,10 +49,15 @@ def start_host(
 
 @contextmanager
 def started(options: EngineOptions, progress: Progress) -> Iterator[Host]:
-    """A host for the time of a `with`."""
+    """A host for the time of a `with`; an engine that fails meanwhile is told by the rank that was lost."""
     host = start_host(options, progress)
     try:
         yield host
+    except EngineFailed as error:
+        failure = host.health().failure
+        if failure is None or failure.findings:
+            raise
+        raise RankFailure(failure.rank, failure.phase, failure.reason) from error
     finally:
         host.stop()
 

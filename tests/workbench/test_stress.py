@@ -1,5 +1,7 @@
 """Many requests at once: a sound engine passes, and an engine that mixes answers up, or stalls, does not."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from firstlight.engine.errors import RankFailure
+from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import RankMemory
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.request import Delta
+from firstlight.workbench.progress import Progress
+from firstlight.workbench.start import started
 from firstlight.workbench.stress import stress
 
 MENAGERIE = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
@@ -90,3 +97,17 @@ def test_growth_that_stops_is_no_leak(host: Host, until: int, looks: int, status
         report = stress(client, requests=4, concurrency=4, tokens=2)
     assert [check.status for check in report.checks if "does not grow" in check.name] == [status]
     assert client.looks == looks
+
+
+def test_a_rank_that_is_lost_under_load_is_named() -> None:
+    """Not the connection that it took along: which rank, and what it was doing."""
+    options = EngineOptions(checkpoint=str(MENAGERIE), mesh=Mesh(tp=2), dtype="F32", max_batch=4, max_context=160)
+
+    def lose() -> None:
+        with started(options, Progress("stress")) as host:
+            os.kill(host.pids[1], signal.SIGKILL)
+            stress(host.client(), requests=16, concurrency=4, tokens=8)
+
+    with pytest.raises(RankFailure, match="SIGKILL") as caught:
+        lose()
+    assert caught.value.rank == 1
