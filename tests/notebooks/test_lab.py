@@ -192,5 +192,7 @@ def test_an_engine_that_was_started_detached_outlives_its_kernel_and_another_att
     assert is_alive(pid)
     ask = "b = Bringup.attach(run)\nprint('it says', b.ask('What does a cow say?', stream=False).text)\n"
     lab.open("again.ipynb", [begin + ask + "b.host.stop()"])
-    lab.run(0).get_by_text("it says Moo.").first.wait_for(timeout=90_000)
+    cell = lab.run(0)
+    cell.locator(".jp-OutputArea-output").first.wait_for(timeout=90_000)
+    assert "it says Moo." in cell.inner_text()
     wait_until(lambda: not is_alive(pid), 60)

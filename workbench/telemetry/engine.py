@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
@@ -39,15 +40,16 @@ class EngineSource:
             total = sum(stats.requests.values())
             if total < self._ended:  # another engine
                 self._ended, self._known = 0, frozenset()
-            if total > self._ended:
-                ended = client.ended(self._ended)
-                self._ended = max(total, *(one.order for one in ended)) if ended else total
         except FirstlightError as error:
             make = Maker(self.name, time_s, step)
             failure = client.health().failure
             yield make.none("engine", "tokens", "tokens/s", str(failure or error), alarm=failure is not None)
             return
         self.step = stats.step
+        if total > self._ended:
+            with contextlib.suppress(FirstlightError):  # one that has just gone, or of a version that cannot say
+                ended = client.ended(self._ended)
+            self._ended = max(total, *(one.order for one in ended)) if ended else total
         yield from self._readings(Maker(self.name, time_s, stats.step), stats)
         yield from (_event(one) for one in ended if one.number not in self._known)
 
