@@ -33,6 +33,15 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nobody_falls_back() -> Iterator[None]:
+    """A bring-up in a test may let transformers answer for what nobody knows: not beyond its file."""
+    yield
+    registry = sys.modules.get("firstlight.engine.model.families.registry")
+    if registry is not None:
+        registry.FAMILIES.fall_back(None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no accelerator."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
