@@ -67,7 +67,7 @@ class Runs:
         )
 
     def _compare(self) -> None:
-        chosen = list(self._pick.value)
+        chosen = [name for name in reversed(self._names) if name in self._pick.value]  # the first in time first
         if len(chosen) < 2:
             put(self._table, html.page(html.nothing("choose two or more runs to compare them")))
             return
