@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -183,16 +184,20 @@ def test_the_live_notebook_answers_a_typed_question_about_an_uploaded_picture(la
 def test_an_engine_that_was_started_detached_outlives_its_kernel_and_another_attaches(lab: Lab, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "kept"
     begin = f"from firstlight.workbench import Bringup\nrun = {str(run)!r}\n"
-    start = f"b = Bringup({str(MENAGERIE)!r}, run=run, detached=True, max_context=128, telemetry_hz=0)\n"
+    start = f"b = Bringup({str(MENAGERIE)!r}, run=run, detached=True, max_context=256, telemetry_hz=0)\n"
     lab.open("kept.ipynb", [begin + start + "b.scan(), b.plan(), b.load(), b.start()\nprint('is', 'up')"])
     lab.run(0).get_by_text("is up").first.wait_for(timeout=180_000)
     pid = json.loads((run / "engine" / "host.json").read_text())["pid"]
-    lab.tell_kernel("restart")
-    time.sleep(2.0)
-    assert is_alive(pid)
-    ask = "b = Bringup.attach(run)\nprint('it says', b.ask('What does a cow say?', stream=False).text)\n"
-    lab.open("again.ipynb", [begin + ask + "b.host.stop()"])
-    cell = lab.run(0)
-    cell.locator(".jp-OutputArea-output").first.wait_for(timeout=90_000)
-    assert "it says Moo." in cell.inner_text()
-    wait_until(lambda: not is_alive(pid), 60)
+    try:
+        lab.tell_kernel("restart")
+        time.sleep(2.0)
+        assert is_alive(pid)
+        ask = "b = Bringup.attach(run)\nprint('it says', b.ask('What does a cow say?', stream=False).text)\n"
+        lab.open("again.ipynb", [begin + ask + "b.host.stop()"])
+        cell = lab.run(0)
+        cell.locator(".jp-OutputArea-output").first.wait_for(timeout=90_000)
+        assert "it says Moo." in cell.inner_text()
+        wait_until(lambda: not is_alive(pid), 60)
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGTERM)
