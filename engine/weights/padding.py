@@ -1,6 +1,7 @@
 """Tensors stored longer than their parameter: the tail is padding, and it is read to see whether it is anything else.
 
-Rows of a vocabulary behind `vocab_size` are never loaded, whatever they hold: no token has them.
+Rows of a vocabulary behind `vocab_size` are never loaded: no token has them. A few may hold values, as what a
+training run leaves there; many that do are a sign of another release's configuration.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ def has_more_rows(param: Param) -> bool:
     return any(isinstance(place, Vocab) for place in param.placements)
 
 
+def is_rounded(rows: int, stored: int) -> bool:
+    """Whether a vocabulary was made longer to divide well: to a multiple of a power of two, or by an eighth at most."""
+    more = stored - rows
+    return more < (stored & -stored) or more * 8 <= rows
+
+
 def padded_findings(checkpoint: Checkpoint, padded: Mapping[str, Param]) -> Iterator[Finding]:
     """One finding a pattern of names; `padded`: tensor -> the parameter that its first rows are.
 
-    A tail of zeros is a note, one of values a warning where it is of a vocabulary, and fatal elsewhere.
+    A tail of zeros is a note, one of values a warning where a vocabulary was rounded up, and fatal elsewhere.
     """
     empty: list[str] = []
     full: list[str] = []
@@ -51,21 +58,24 @@ def _say(checkpoint: Checkpoint, names: Iterable[str], padded: Mapping[str, Para
         info, param = checkpoint.tensors[group[0]], padded[group[0]]
         first, of_vocabulary = param.shape[0], has_more_rows(param)
         padding = f"rows {first} to {info.shape[0] - 1} of {info.shape[0]}"
-        kind = note if is_zero else warning if of_vocabulary else fatal
+        is_fine = is_zero or (of_vocabulary and is_rounded(first, info.shape[0]))
+        kind = note if is_zero else warning if is_fine else fatal
         if is_zero:
             what, way = "are padding, all zero, and are left out", "nothing to do"
-        elif of_vocabulary:
+        elif is_fine:
             what = f"hold values, but no token has them: vocab_size is {first}; they are left out"
             way = "nothing, if the tokenizer has no such ids; if it has, config.json is of another release"
         else:
             what = "are not zero, so they are not padding"
-            way = "config.json and weights belong to different releases, or heads are counted wrongly; fetch both again"
+            counted = "vocab_size is" if of_vocabulary else "heads are counted"
+            way = f"config.json and weights belong to different releases, or {counted} wrong; fetch both again"
+        is_other = of_vocabulary and not is_fine
         yield kind(
-            "padded-tensor",
+            "shape-mismatch" if is_other else "padded-tensor",
             f"{pattern_range(pattern, group)}: {padding} {what}",
             file=info.file,
             tensors=tuple(group),
-            expected=f"{first} rows, or zeros behind them",
-            found="zeros" if is_zero else "values",
+            expected=str(list(param.shape)) if is_other else f"{first} rows, or zeros behind them",
+            found=str(list(info.shape)) if is_other else "zeros" if is_zero else "values",
             next=way,
         )

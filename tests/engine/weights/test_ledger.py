@@ -13,6 +13,7 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.gaps import by_pattern, pattern_range
 from firstlight.engine.weights.ledger import Ledger, account
+from firstlight.engine.weights.padding import is_rounded
 from firstlight.engine.weights.safetensors_file import Tensor
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.accounts import MOE, fatal, one, settle
@@ -189,6 +190,7 @@ def test_what_a_missing_shard_held_is_not_looked_for_elsewhere(stacked: bool, tm
         ("model.layers.0.mlp.up_proj.weight", (0, 8)),
         ("model.embed_tokens.weight", (31, 8)),
         ("model.embed_tokens.weight", (33, 9)),
+        ("model.embed_tokens.weight", (47, 8)),
         ("model.norm.weight", (9,)),
     ],
 )
@@ -231,6 +233,22 @@ def test_rows_behind_the_vocabulary_are_left_out(tail: float, severity: str, lla
     ]
     assert all("rows 32 to 34 of 35" in finding.message for finding in ledger.findings)
     assert ledger.sources["head.weight"].region == ((0, 32, 1), (0, 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "stored", "rounded"),
+    [(257, 264, True), (257, 320, True), (50257, 51200, True), (256, 264, True), (99, 131, False), (32, 47, False)],
+)
+def test_how_many_rows_a_vocabulary_may_have_more(rows: int, stored: int, rounded: bool) -> None:
+    assert is_rounded(rows, stored) is rounded
+
+
+def test_many_more_rows_than_tokens_are_another_release_unless_they_are_empty(llama: Path) -> None:
+    head_VH = np.ones((47, 8), np.float32)
+    finding = one(settle(llama, lambda tensors: tensors.update({"lm_head.weight": head_VH})))
+    assert (finding.code, finding.tensors) == ("shape-mismatch", ("lm_head.weight",))
+    head_VH[32:] = 0
+    assert settle(llama, lambda tensors: tensors.update({"lm_head.weight": head_VH})).complete
 
 
 # Words
