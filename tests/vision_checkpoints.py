@@ -105,7 +105,7 @@ QWEN3_VL_MOE = {
     **QWEN3_VL,
     "model_type": "qwen3_vl_moe",
     "text_config": {**QWEN3_VL["text_config"], "model_type": "qwen3_vl_moe_text", **MOE},  # type: ignore[dict-item]
-    "vision_config": {"model_type": "qwen3_vl_moe_vision", **QWEN3_VISION},
+    "vision_config": {"model_type": "qwen3_vl_moe_vision", **QWEN3_VISION, "deepstack_visual_indexes": [2, 0]},
 }
 GLM_VISION = {
     **QWEN_VISION,

@@ -94,6 +94,8 @@ class Reference:
         with torch.inference_mode(), quiet():
             with self._first_layer() as seen:
                 out = self._model(**tensors, output_hidden_states=True, use_cache=False)
+            if not seen:
+                raise unavailable(type(self._model).__name__, "the layers that were found are not its decoder's")
             found = {
                 f"hidden.{i}": state.float().cpu().numpy() for i, state in enumerate(in_order(out.hidden_states, *seen))
             }
@@ -130,7 +132,9 @@ class Reference:
         kept: list[Tensor] = []
         hooks = (
             layer.register_forward_pre_hook(replace_input(torch.from_numpy(given)), with_kwargs=True),
-            source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple | list) else out)),
+            source.register_forward_hook(
+                lambda _, __, out: kept.append(out[0] if isinstance(out, tuple | list) else out)
+            ),
         )
         try:
             self.run(inputs)

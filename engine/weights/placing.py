@@ -184,8 +184,8 @@ def cut(info: TensorInfo, region: Region, run: Run, raw: Tensor) -> Tensor:
 def _copy(piece: Piece, values: Tensor, first: int, place: Tensor) -> None:
     """Puts rows of a region, counted from `first`, into place."""
     target = place.mT if piece.transpose else place
-    if not target.dim():
-        target.copy_(values.reshape(()))
+    if not target.dim() or not values.dim():  # a single number
+        target.copy_(values.reshape(target.shape))
         return
     values = values.reshape(values.shape[values.dim() - target.dim() :])
     along = next((dim for dim, size in enumerate(target.shape) if size != 1), 0)

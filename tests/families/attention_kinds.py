@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from tests.families.tiny import Tiny, llama, rope
 
 
@@ -89,7 +91,8 @@ TINY: dict[str, Tiny] = {
     "seed_oss": Tiny(_kind("seed_oss", head_dim=12)),
     "smollm3": Tiny(_kind("smollm3", num_hidden_layers=4, no_rope_layer_interval=3)),
     # others
-    "apertus": Tiny(_kind("apertus", attention_bias=True)),
+    # Two of its numbers are tensors without dims; in bfloat16 they are converted on their way.
+    "apertus": Tiny(_kind("apertus", attention_bias=True), stored=torch.bfloat16),
     "cohere": Tiny(_kind("cohere", use_qk_norm=True, logit_scale=0.3, tie_word_embeddings=True, layer_norm_eps=1e-5)),
     "cohere2": Tiny(
         _kind("cohere2", sliding_window=7, layer_types=ALTERNATING, attention_bias=True, layer_norm_eps=1e-5), 40
@@ -251,7 +254,15 @@ TINY: dict[str, Tiny] = {
         40,
     ),
     "vaultgemma": Tiny(
-        _kind("vaultgemma", head_dim=8, query_pre_attn_scalar=20, sliding_window=8, attn_logit_softcapping=4.0), 40
+        _kind(
+            "vaultgemma",
+            head_dim=8,
+            query_pre_attn_scalar=20,
+            sliding_window=8,
+            attn_logit_softcapping=4.0,
+            **rope("linear", 300.0, factor=3.0),  # of layers with windows too
+        ),
+        40,
     ),
     "glm": Tiny(_kind("glm", head_dim=16)),
     "glm4": Tiny(_kind("glm4", head_dim=8)),

@@ -153,7 +153,7 @@ TINY: dict[str, Tiny] = {
             "max_seq_len": 64,
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 5000.0},
             "ffn_config": {"ffn_hidden_size": 20, "moe_num_experts": 4, "moe_top_k": 2},
-            **rope("default", 5000.0),
+            **rope("yarn", 5000.0, factor=2.0, original_max_position_embeddings=32),
         }
     ),
     # some experts free of charge
