@@ -16,6 +16,7 @@ from firstlight.workbench.render import words
 SPAN_S = 120.0
 HIDDEN = ("memory",)  # sources with a tab of their own
 MOST_CURVES = 64
+MOST_POINTS = 9600
 
 
 class Hardware:
@@ -64,7 +65,8 @@ class Hardware:
             return
         wanted = {s.id: s for s in self._series if _kind(s) == self._metric.value}
         shown = dict(list(wanted.items())[:MOST_CURVES])
-        found = follower.history(list(shown), *span, 600)
+        points = max(120, MOST_POINTS // max(1, len(shown)))  # many curves need not be as fine as one
+        found = follower.history(list(shown), *span, min(600, points))
         curves = {shown[key].device: buckets for key, buckets in found.items() if any(b.count for b in buckets)}
         unit = next((series.unit for series in shown.values()), "")
         show(self._plot, figures.curves(curves, unit, 300) if curves else None)
