@@ -36,6 +36,10 @@ class ForeignSpec(ModelSpec, frozen=True, kw_only=True):
         """None that are ours to lay out."""
         return ()
 
+    def hidden_width(self, index: int) -> int:
+        """0: not known, there may be several streams."""
+        return 0
+
 
 def foreign_spec(by: str, model_type: str, **fields: Any) -> ForeignSpec:
     """The spec of a foreign model with `num_layers` layers; `fields` are those of `ModelSpec`."""

@@ -86,7 +86,8 @@ def trace_command(
         images = {}  # tensors of no picture
     for name, value in (inputs or {}).items():
         index = _index(name)
-        if index is None or index > spec.num_layers or value.shape != (*ids.shape, spec.hidden_width(index)):
+        width = spec.hidden_width(index or 0) or value.shape[-1]
+        if index is None or index > spec.num_layers or value.shape != (*ids.shape, width):
             raise _bad(
                 name, f"hidden.0 to hidden.{spec.num_layers}, {[*ids.shape, spec.hidden]}", str(list(value.shape))
             )
