@@ -104,10 +104,7 @@ class KVCache:
         from firstlight.engine.weights.loader import TORCH_DTYPES
 
         return [
-            [
-                ((num_pages, t.local_heads(self._tp), -(-page_size // t.every), t.dim), self._dtype)
-                for t in spec.tensors
-            ]
+            [((num_pages, t.local_heads(self._tp), -(-page_size // t.every), t.dim), self._dtype) for t in spec.tensors]
             + [
                 ((num_slots, *s.local_shape(self._tp)), TORCH_DTYPES[s.dtype] if s.dtype else self._dtype)
                 for s in spec.states
