@@ -226,7 +226,7 @@ def test_up_climbs_the_whole_ladder(tmp_path: Path, capsys: pytest.CaptureFixtur
         "run/adaptation.yaml",
         "run/report.html",
         "run/events.sqlite",
-        "run/reports/06-verify.json",
+        "run/reports/07-verify.json",
     } <= set(names)
     assert not [name for name in names if "host.json" in name], "the handle holds a token"
     exported = tmp_path / "again.zip"
