@@ -136,7 +136,7 @@ def test_totals_are_the_sums_over_parameters(name: str) -> None:
     for param in spec.parameters():
         if param.role in ("vision", "projector", "embedding"):
             continue
-        ffn: Any = spec.layers[param.layer].ffn if param.expert is not None else None
+        ffn: Any = spec.layers[param.layer].experts if param.expert is not None else None
         active += param.elements * (ffn.router.top_k / ffn.num_experts if ffn else 1.0)
     assert active_parameters(spec) == round(active)
 
