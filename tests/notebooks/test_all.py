@@ -14,7 +14,11 @@ SHOWN = {  # what each page must show
     "10_scan_and_plan_a_giant": ("497,220 tensors", "2,779,931,837,184 parameters", "Memory by rank and role"),
     "20_load_and_memory": ("resident bytes are those planned", "Memory by rank and role", "resident"),
     "30_new_architecture": ("unknown-architecture", "no kernel knows the activation snake", "2 of them changed"),
-    "40_verify_and_bisect": ("first bad", "feed-forward", "Error per layer against the reference"),
+    "40_verify_and_bisect": (
+        "first bad",
+        "layer 2 is the first block that computes something else",
+        "Error per layer against the reference",
+    ),
     "50_profile_and_overlap": ("One decode step", "collectives", "Where a step goes"),
     "60_live_text_and_images": ("A cat.", "pixel_values", "greedy answers under load", "Moo."),
 }
