@@ -151,6 +151,8 @@ def read_jobs(
     in_hand = 0
     try:
         while True:
+            if cancel is not None and cancel.is_set():  # also where everything that is in hand has been read
+                raise Cancelled("reading was cancelled")
             while coming is not None and (not waiting or in_hand < ahead_bytes):
                 job = next(coming, None)
                 if job is None:
