@@ -110,8 +110,19 @@ def _of_one_kind(config: Config, fields: Mapping[str, Any]) -> Mapping[str, Any]
 
 def silent_rope(config: Config, **fields: Any) -> None:
     """Rotary parameters that an architecture's code takes where config.json says nothing of them at all."""
-    if not any(key in config for key in ("rope_parameters", "rope_scaling", "rope_theta")):
+    if any(key in config for key in ("rope_parameters", "rope_scaling")):
+        return
+    if "rope_theta" not in config:
         config.assume(rope_parameters=fields)
+    elif fields.get("rope_type", "default") != "default":
+        config.warn(
+            "config-invalid",
+            f"{config.where} has a rope base and no scaling; positions are rotated plainly, though the "
+            f"architecture's own default is {fields['rope_type']}",
+            expected="rope_scaling or rope_parameters",
+            found="absent",
+            next="check the release's config.json; verify at long positions",
+        )
 
 
 def rope_of_kind(config: Config, dim: int, kind: str, theta: float, local: float | None = None) -> Rope:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
+from tests.checkpoints import TINY
 from tests.sweep.small import tiny
 
 MORE: dict[str, dict[str, Any]] = {  # where the tiny sizes do not go with the rest
@@ -57,3 +58,16 @@ def test_a_silent_file_is_read_as_the_reference_reads_it(model_type: str) -> Non
     full["model_type"], bare["dtype"] = model_type, full.get("dtype")
     bare |= {key: full[key] for key in NEEDED.get(model_type, ()) if key in full}
     assert unlike(described(full), described(bare)) == {}
+
+
+def test_a_base_without_the_scaling_of_its_architecture_is_said() -> None:
+    """Versions of the reference differ in whether they stretch by their default then."""
+    given = {key: value for key, value in TINY["gpt_oss"].config.items() if not key.startswith("rope_")}
+    for fields, is_said in (
+        ({"rope_theta": 150000.0}, True),
+        ({"rope_theta": 150000.0, "rope_scaling": {"rope_type": "default"}}, False),
+        ({}, False),
+    ):
+        spec, _ = FAMILIES.describe(given | fields)
+        said = [found for found in spec.findings if "has a rope base and no scaling" in found.message]
+        assert bool(said) is is_said, fields
