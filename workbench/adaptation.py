@@ -50,7 +50,12 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
         try:
             if file.stat().st_size > LIMIT_BYTES:
                 raise ValueError(f"{file.stat().st_size:,} bytes, more than any adaptation file has")
-            return msgspec.convert(yaml.safe_load(file.read_text(encoding="utf-8")), cls)
+            found = msgspec.convert(yaml.safe_load(file.read_text(encoding="utf-8")), cls)
+            if not found.model:
+                raise ValueError("it names no model that was brought up")
+            known = {name: found.engine[name] for name in found.engine if name in EngineOptions.__struct_fields__}
+            msgspec.convert({"checkpoint": "", **known}, EngineOptions)
+            return found
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
             raise Refused(

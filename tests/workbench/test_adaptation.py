@@ -72,7 +72,7 @@ def test_options_of_the_file_are_used_where_none_were_given(tmp_path: Path) -> N
     assert kept.options(wanted, frozenset(("mesh",))).mesh == Mesh()
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "engine: 3", "a: [", "\x00"])
+@pytest.mark.parametrize("text", ["[1, 2]", "engine: 3", "a: [", "\x00", "{}", "{model: a, engine: {max_batch: many}}"])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(Refused, match="cannot be used"):
