@@ -77,6 +77,7 @@ class ChatTemplate:
                     file=str(file),
                     expected="a template named 'default'",
                     found=", ".join(sorted(templates)),
+                    next=f"name one of them 'default' in {file.name}",
                 )
             )
         if special_tokens is None:
@@ -147,6 +148,7 @@ class ChatTemplate:
                     "side-file-invalid",
                     f"the chat template is not valid Jinja: {error.message} (line {error.lineno})",
                     file=str(self.file),
+                    next=f"fetch {self.file.name} from the model's release again",
                 )
             ) from error
 

@@ -144,5 +144,6 @@ def _invalid(path: Path, key: str, expected: str, value: Any) -> NoReturn:
             file=str(path),
             expected=expected,
             found=str(value),
+            next=f"correct {key}, or fetch {path.name} from the model's release again",
         )
     )

@@ -117,5 +117,6 @@ class Settings:
                 file=str(self.path),
                 expected=expected,
                 found=str(value),
+                next=f"correct {key}, or fetch {self.path.name} from the model's release again",
             )
         )

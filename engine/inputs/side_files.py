@@ -21,12 +21,19 @@ PREPROCESSOR_CONFIG = "preprocessor_config.json"
 SIDE_FILE_LIMIT_BYTES = 256 << 20
 
 
+def fetch_again(path: Path) -> str:
+    """The next action where a side file is broken."""
+    return f"fetch {path.name} from the model's release again"
+
+
 def read_bytes(path: Path) -> bytes:
     """The bytes of a side file, at most `SIDE_FILE_LIMIT_BYTES`; raises `Refused` (missing- or invalid-side-file)."""
     try:
         size = path.stat().st_size
         if not path.is_file():  # a pipe would wait for a writer for ever
-            raise Refused(fatal("side-file-invalid", f"{path.name} is no regular file", file=str(path)))
+            raise Refused(
+                fatal("side-file-invalid", f"{path.name} is no regular file", file=str(path), next=fetch_again(path))
+            )
         if size > SIDE_FILE_LIMIT_BYTES:
             raise Refused(
                 fatal(
@@ -35,7 +42,7 @@ def read_bytes(path: Path) -> bytes:
                     file=str(path),
                     expected=f"at most {SIDE_FILE_LIMIT_BYTES} bytes",
                     found=f"{size} bytes",
-                    next=f"fetch {path.name} from the model's release again",
+                    next=fetch_again(path),
                 )
             )
         return path.read_bytes()
@@ -43,7 +50,12 @@ def read_bytes(path: Path) -> bytes:
         raise Refused(missing(path)) from None
     except OSError as error:
         raise Refused(
-            fatal("side-file-invalid", f"{path.name} cannot be read: {error.strerror}", file=str(path))
+            fatal(
+                "side-file-invalid",
+                f"{path.name} cannot be read: {error.strerror}",
+                file=str(path),
+                next="let this user read it",
+            )
         ) from error
 
 
@@ -54,7 +66,10 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise Refused(
             fatal(
-                "side-file-invalid", f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", file=str(path)
+                "side-file-invalid",
+                f"{path.name} is not UTF-8: {error.reason} at byte {error.start}",
+                file=str(path),
+                next=fetch_again(path),
             )
         ) from None
 
@@ -69,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
                 "side-file-invalid",
                 f"{path.name} is not JSON: {error}",
                 file=str(path),
-                next=f"fetch {path.name} from the model's release again",
+                next=fetch_again(path),
             )
         ) from None
     if not isinstance(value, dict):
@@ -80,6 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
                 file=str(path),
                 expected="an object",
                 found=type(value).__name__,
+                next=fetch_again(path),
             )
         )
     return value
