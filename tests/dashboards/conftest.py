@@ -61,7 +61,7 @@ def serve(*arguments: str) -> Iterator[str]:
         process.stdout.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if not Path(BROWSER).exists():
         pytest.skip(f"there is no browser at {BROWSER}; on Debian: apt-get install chromium")
