@@ -21,13 +21,13 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of runs that the dashboard shows."""
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def live(runs: Path) -> Iterator[Bringup]:
     """A run of the sample model on two ranks that went up the ladder and whose engine answers."""
     with Bringup(MENAGERIE, run=runs / "live", tp=2, max_context=256, telemetry_hz=5.0) as bringup:
@@ -40,7 +40,7 @@ def live(runs: Path) -> Iterator[Bringup]:
         yield bringup
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def address(runs: Path, live: Bringup) -> Iterator[str]:
     """Where the dashboard listens."""
     yield from serve(str(runs), "--port", "0")
