@@ -34,7 +34,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a launcher such as torchrun put this process; `has_store`: the launcher itself holds the store of ranks."""
+    """Where a launcher such as torchrun put this process.
+
+    `has_store`: the launcher itself holds the store that ranks meet at. `attempt` counts how often it began anew.
+    """
 
     rank: int
     world_size: int
@@ -43,6 +46,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     has_store: bool
+    attempt: int = 0
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -83,7 +87,20 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(env, "MASTER_PORT", 29500),
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
     )
+
+
+def talk_over(interface: str) -> None:
+    """Has gloo and NCCL use this network interface, unless the environment names one already."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
+
+
+def is_one_of_many() -> bool:
+    """Whether a launcher started this process as one of several."""
+    launch = read_launch()
+    return launch is not None and launch.world_size > 1
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -91,9 +91,12 @@ def _main(words: list[str]) -> int:
         print(f"firstlight {version('firstlight')}")
         return 0
     from firstlight.engine.errors import Refused
+    from firstlight.engine.settings import is_one_of_many
     from firstlight.workbench.face import say_refused
 
     try:
+        if is_one_of_many():
+            return _run_launched(words[0], words[1:])
         return _run_verb(words[0], words[1:])
     except Refused as refused:  # before the verb's own report could be made
         say_refused(refused.findings)
@@ -126,6 +129,26 @@ def _run_verb(verb: str, words: list[str]) -> int:
     finally:
         session.close()
         _fall_back(None)
+
+
+def _run_launched(verb: str, words: list[str]) -> int:
+    """One of several processes that a launcher started: rank 0 runs the verb, the others are its ranks."""
+    from firstlight.engine.parallel.cluster import launched
+    from firstlight.engine.serving.launched import leading, obey
+    from firstlight.workbench import arguments as parsing
+
+    place = launched()
+    assert place is not None
+    if place.rank == 0:
+        with leading(place):
+            status = _run_verb(verb, words)
+    else:
+        parsed = parsing.parse(verb, load_command(verb), words)
+        _mirror(parsed)
+        status = obey(place, getattr(parsed, "checkpoint", None))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a thread may still wait for a rank that is lost
 
 
 def load_command(verb: str) -> Command:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from firstlight.engine.errors import RankFailure
+from firstlight.engine.parallel.cluster import launched
 from firstlight.engine.serving.api import EngineLike, Health, RankMemory
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import EngineOptions, HostOptions
@@ -18,6 +19,10 @@ from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.residency import add_residency
 
+if TYPE_CHECKING:
+    from firstlight.engine.serving.launched import LaunchedHost
+
+AnyHost: TypeAlias = "Host | LaunchedHost"
 START_DEADLINE_S = 4 * 3600.0  # stages have deadlines of their own; this one is for what they forget
 STAGES_TOLD = ("load",)  # stages whose progress counts bytes
 
@@ -30,15 +35,14 @@ def start_host(
     run_dir: Path | None = None,
     detached: bool = False,
     make_token: bool = True,
-) -> Host:
+) -> AnyHost:
     """A host that is ready; it is stopped again if its start fails or is interrupted.
+
+    Where a launcher started the ranks, on this machine and others, those are used.
 
     Raises `Refused` if checkpoint, plan or memory were at fault, `RankFailure` if a rank was.
     """
-    values = {name: getattr(options, name) for name in options.__struct_fields__}
-    checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
-    values["warm_up"] = True
-    host = Host.start(checkpoint, mesh, run_dir=run_dir, detached=detached, http=http, make_token=make_token, **values)
+    host = _begin(msgspec.structs.replace(options, warm_up=True), http, run_dir, detached, make_token)
     try:
         host.wait_ready(START_DEADLINE_S, _watcher(progress or Progress("start")))
     except BaseException:
@@ -47,8 +51,20 @@ def start_host(
     return host
 
 
+def _begin(
+    options: EngineOptions, http: HostOptions | None, run_dir: Path | None, detached: bool, make_token: bool
+) -> AnyHost:
+    if launched() is not None:
+        from firstlight.engine.serving.launched import LaunchedHost
+
+        return LaunchedHost.start(options, http, run_dir)
+    values = {name: getattr(options, name) for name in options.__struct_fields__}
+    checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
+    return Host.start(checkpoint, mesh, run_dir=run_dir, detached=detached, http=http, make_token=make_token, **values)
+
+
 @contextmanager
-def started(options: EngineOptions, progress: Progress) -> Iterator[Host]:
+def started(options: EngineOptions, progress: Progress) -> Iterator[AnyHost]:
     """A host for the time of a `with`; an engine that fails meanwhile is told by the rank that was lost."""
     host = start_host(options, progress)
     try:

@@ -55,13 +55,17 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an engine stopped: the rank and the phase at fault, and how long ago it was last known to be well."""
+    """Why an engine stopped: the rank and the phase at fault, and how long ago it was last known to be well.
+
+    `machine` is the host that the rank ran on, where that is known.
+    """
 
     rank: int
     phase: str
     reason: str
     since_s: float = 0.0
     findings: tuple[Finding, ...] = ()
+    machine: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} in phase '{self.phase}': {self.reason}"
@@ -151,16 +155,19 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-def start_beating(pulse: Pulse, store: Store, period_s: float = BEAT_PERIOD_S) -> threading.Thread:
-    """Beat into the store from a daemon thread until the process ends or the store is gone."""
+def start_beating(
+    pulse: Pulse, store: Store, period_s: float = BEAT_PERIOD_S, over: threading.Event | None = None
+) -> threading.Thread:
+    """Beat into the store from a daemon thread until the process ends, the store is gone, or it is `over`."""
+    over = over or threading.Event()
 
     def beat() -> None:
-        while True:
+        while not over.is_set():
             try:
                 store.set(f"beat/{pulse.rank}", msgspec.json.encode(pulse.beat()).decode())
             except RuntimeError:  # the store's process is gone: whoever watches this rank ends it
                 return
-            time.sleep(period_s)
+            over.wait(period_s)
 
     thread = threading.Thread(target=beat, name="beat", daemon=True)
     thread.start()
@@ -210,12 +217,25 @@ class Watch:
                 continue
             if silent_s > self.deadline_s:
                 reason = f"gave no sign of life for {silent_s:.1f} s (deadline {self.deadline_s:g} s)"
-                return Failure(rank=rank, phase=beat.phase, reason=reason, since_s=silent_s)
+                return self._failure(beat, reason, silent_s)
             limit_s = self._limit_s(beat)
             if beat.age_s > limit_s:
                 reason = f"has been in this phase for {beat.age_s:.1f} s (deadline {limit_s:g} s)"
-                return Failure(rank=rank, phase=beat.phase, reason=reason, since_s=beat.age_s)
+                return self._failure(beat, reason, beat.age_s)
         return None
+
+    def _failure(self, beat: Beat, reason: str, since_s: float) -> Failure:
+        """A rank is at fault; of ranks on several hosts the reason names the host, and says if all of it is silent."""
+        hosts: dict[str, list[int]] = {}
+        for rank, one in self.beats.items():
+            hosts.setdefault(one.machine, []).append(rank)
+        if len(hosts) > 1:
+            mine = hosts[beat.machine]
+            now_s = self._clock()
+            silent = [rank for rank in mine if now_s - self._seen_s[rank] > self.deadline_s / 2]
+            whole = len(mine) > 1 and silent == mine
+            reason += f", on host {beat.machine}" + (f", as did all {len(mine)} ranks there" if whole else "")
+        return Failure(rank=beat.rank, phase=beat.phase, reason=reason, since_s=since_s, machine=beat.machine)
 
     def phase_of(self, rank: int) -> str:
         beat = self.beats.get(rank)
@@ -231,4 +251,4 @@ def failure_of(rank: int, phase: str, error: BaseException) -> Failure:
     """A rank's own error as data; findings survive."""
     findings = error.findings if isinstance(error, Refused) else ()
     reason = str(error) if findings else f"{type(error).__name__}: {error}"
-    return Failure(rank=rank, phase=phase, reason=reason, findings=findings)
+    return Failure(rank=rank, phase=phase, reason=reason, findings=findings, machine=socket.gethostname())

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
+import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from firstlight.engine.parallel.cluster import Place, backend_of, place_from_environment
+from firstlight.engine.parallel.cluster import Place, backend_of
 from firstlight.engine.parallel.comm import CommFailure, Comms
 from firstlight.engine.serving.boot import bring_up, device_of, ping
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.desk import Desk
-from firstlight.engine.serving.health import Pulse, Watch, failure_of, start_beating
+from firstlight.engine.serving.health import Failure, Pulse, Store, Watch, failure_of, start_beating
 from firstlight.engine.serving.line import Line, Note
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.runtime import Engine
@@ -43,26 +45,30 @@ def run_rank(order: Order, index: int, line: Line) -> int:
     return RankProcess(order.engine, order.host, place, line).run()
 
 
-def serve_launched(engine: EngineOptions, host: HostOptions) -> int | None:
-    """Be the rank that a launcher (torchrun, srun, ...) started this process as, until the engine is stopped.
-
-    Returns the exit status; None if no launcher did. Rank 0 prints the url and watches the others.
-    """
-    place = place_from_environment(engine.mesh.world_size)
-    return None if place is None else RankProcess(engine, host, place, None).run()
-
-
 class RankProcess:
-    """One rank, with a supervisor at the other end of `line` or, started by a launcher, without one."""
+    """One rank, with a supervisor at the other end of `line` or, started by a launcher, without one.
 
-    def __init__(self, engine: EngineOptions, host: HostOptions, place: Place, line: Line | None) -> None:
+    `leave` is called when there is nothing to be saved; without a supervisor rank 0 itself judges the others.
+    """
+
+    def __init__(
+        self,
+        engine: EngineOptions,
+        host: HostOptions,
+        place: Place,
+        line: Line | None,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
         self.engine = engine
         self.host = host
         self.place = place
         self.line = line
         self.pulse = Pulse(place.rank)
+        self.url: str | None = None  # where rank 0 listens, from the moment it does
+        self._leave = leave
         self.desk = Desk(self.pulse, host) if place.rank == 0 else None
-        self._verdict = threading.Event()
+        self._verdict, self._over = threading.Event(), threading.Event()
+        self._heard_s = time.monotonic()
         if line is not None:
             line.listen(self._take, lambda: os._exit(1))
 
@@ -73,11 +79,12 @@ class RankProcess:
         except BaseException as error:  # noqa: BLE001 - the process ends here; who watches it is told why
             traceback.print_exc()
             return self._end(error)
+        finally:
+            self._over.set()
         return 0
 
     def _work(self) -> None:
-        kept = self._store(keep=True) if self.place.keeps_store else None
-        start_beating(self.pulse, self._store(), self.host.beat_period_s)
+        start_beating(self.pulse, self._store(), self.host.beat_period_s, self._over)
         if self.desk is not None:
             self._open_desk(self.desk)
         self.pulse.enter("mesh")
@@ -103,9 +110,6 @@ class RankProcess:
             self.pulse.enter("ready")
             self.pulse.at("idle")
             follow(worker, control)
-        store.set(f"left/{self.place.rank}", "1")
-        if kept is not None:  # the others still talk to it
-            kept.wait([f"left/{rank}" for rank in range(mesh.world_size)], STORE_TIMEOUT)
         Comms.disconnect()
 
     def _serve(self, desk: Desk, engine: Engine) -> None:
@@ -117,6 +121,7 @@ class RankProcess:
             self._verdict.wait()
             time.sleep(self.host.linger_s)
             raise CommFailure("world", "serve", (), str(engine.failure))
+        self._over.set()  # the others leave: their silence means nothing any more
         desk.close()
 
     def _open_desk(self, desk: Desk) -> None:
@@ -126,29 +131,51 @@ class RankProcess:
         )
 
         def look() -> None:
-            """Show the beats of all ranks; without a supervisor, judge them as well."""
-            while True:
+            """Show the beats of all ranks."""
+            while not self._over.is_set():
                 try:
                     watch.look(watch_store)
+                    self._hear(watch_store)
                 except RuntimeError:
                     return
+                self._heard_s = time.monotonic()
                 desk.beats = tuple(watch.beats.values())
-                failure = watch.judge() if self.line is None else None
-                if failure is not None:
-                    self._take(Note(failure=failure))
-                    time.sleep(self.host.linger_s)
-                    os._exit(1)
                 time.sleep(self.host.beat_period_s)
 
+        def judge() -> None:
+            """Without a supervisor: find who is lost. An answer of the store that never comes holds up `look` alone."""
+            while (failure := self._deaf() or watch.judge()) is None and not self._verdict.is_set():
+                if self._over.wait(self.host.beat_period_s):
+                    return
+            if failure is not None:
+                self._take(Note(failure=failure))
+            time.sleep(self.host.linger_s)
+            self._leave(1)
+
         threading.Thread(target=look, name="watch", daemon=True).start()
+        if self.line is None:
+            threading.Thread(target=judge, name="judge", daemon=True).start()
         desk.open(lambda url: self._say(Note(url=url)), self._refused)
+
+    def _hear(self, store: Store) -> None:
+        """What a rank without a supervisor said before it ended."""
+        if self.line is None and store.check(["failed"]):
+            self._take(Note(failure=msgspec.json.decode(store.get("failed"), type=Failure)))
+
+    def _deaf(self) -> Failure | None:
+        silent_s = time.monotonic() - self._heard_s
+        if silent_s <= self.host.deadline_s:
+            return None
+        reason = f"the store at {self.place.address}:{self.place.port} has not answered for {silent_s:.1f} s"
+        return Failure(rank=0, phase=self.pulse.beat().phase, reason=reason, since_s=silent_s)
 
     def _refused(self, error: Exception) -> None:
         """HTTP cannot be served: there is no use in going on."""
         self._say(Note(failure=failure_of(self.place.rank, "http", error)))
         if self.line is None:
             traceback.print_exception(error)
-            os._exit(2)
+            self._take(Note(failure=failure_of(self.place.rank, "http", error)))
+            self._leave(2)
 
     def _take(self, note: Note) -> None:
         if note.failure is not None and self.desk is not None:
@@ -170,17 +197,20 @@ class RankProcess:
         return 1
 
     def _say(self, note: Note) -> None:
+        self.url = note.url or self.url
         if self.line is not None:
             self.line.send(note)
-        elif note.url is not None:
-            print(note.url, file=sys.stderr, flush=True)
+        elif note.failure is not None and self.desk is None:
+            with contextlib.suppress(RuntimeError):  # rank 0 has gone as well
+                self._store().set("failed", msgspec.json.encode(note.failure).decode())
 
-    def _store(self, keep: bool = False) -> TCPStore:
-        """A connection of its own: a waiting call must not hold up a beat. `keep`: the store itself is here."""
-        return TCPStore(
+    def _store(self) -> Store:
+        """A connection of its own: a waiting call must not hold up a beat."""
+        store = TCPStore(
             self.place.address,
             self.place.port,
-            is_master=keep,
+            is_master=False,
             wait_for_workers=False,
             timeout=STORE_TIMEOUT,
         )
+        return PrefixStore(self.place.prefix, store) if self.place.prefix else store

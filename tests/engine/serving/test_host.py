@@ -261,7 +261,7 @@ LAUNCHED = """
 import sys
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions, HostOptions
-from firstlight.engine.serving.rank import serve_launched
+from firstlight.engine.serving.launched import serve_launched
 options = EngineOptions(checkpoint=sys.argv[1], mesh=Mesh(tp=2), threads=2)
 raise SystemExit(serve_launched(options, HostOptions(deadline_s=2.0, beat_period_s=0.1, linger_s=1.0)))
 """
