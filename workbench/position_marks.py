@@ -8,6 +8,7 @@ import numpy as np
 
 from firstlight.engine.findings import warning
 from firstlight.engine.serving.api import EngineLike
+from firstlight.engine.serving.sight import Sight
 from firstlight.engine.serving.trace import POSITIONS
 from firstlight.workbench.cases import Case
 from firstlight.workbench.picture_marks import agrees
@@ -23,12 +24,13 @@ def as_counted(draft: Draft, engine: EngineLike, case: Case) -> Case:
     """
     golden = case.golden
     is_padded_in_front = bool((~golden.mask[:, 0]).any())
-    if not is_padded_in_front or golden.pictures or agrees(engine, case, {}):
+    by_grid = bool(golden.pictures) and Sight.of(case.spec).grid  # found from the prompt, whatever is in front of it
+    if not is_padded_in_front or by_grid or POSITIONS in golden.pictures or agrees(engine, case, golden.pictures):
         return case
     columns = np.broadcast_to(np.arange(golden.mask.shape[1]), golden.mask.shape)
     tokens = np.maximum(golden.mask.cumsum(axis=1) - 1, 0)
     for counted, what in ((columns, "columns, padding included"), (tokens, "tokens")):
-        given = {POSITIONS: np.ascontiguousarray(counted, dtype=np.int64)}
+        given = {**golden.pictures, POSITIONS: np.ascontiguousarray(counted, dtype=np.int64)}
         if not agrees(engine, case, given):
             continue
         draft.find(

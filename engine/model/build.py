@@ -89,6 +89,7 @@ class Model:
         tapped = replace(batch, tap=_both(batch.tap, shown))
         x_TH = self._through(index, x_TH.to(self.device, self.dtype), tapped)
         if self._norm is not None and index == self.spec.num_layers - 1:
+            x_TH = self._deepened(index + 1, x_TH, batch)
             return self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))
         return shown[f"layers.{index}"]
 

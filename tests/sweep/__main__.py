@@ -6,6 +6,7 @@
     python -m tests.sweep flips [NAME ...]       # each key of their configurations, one at a time, at another value
     python -m tests.sweep meshes [NAME ...]      # the tiny models as they are, for --meshes "tp2,pp2,ep2"
     python -m tests.sweep vision [NAME ...]      # the same of models that see: keys of towers and projectors
+    python -m tests.sweep pictures [NAME ...]    # models that see in other sizes, with other pictures, generating
 
 A line of JSON a case goes to build/sweep/<mode>.jsonl; at the end stands a table: an architecture, what became of
 it (native, fallback, refused, wrong, crashed; unbuilt: transformers itself cannot make or run it), its largest error.
@@ -201,6 +202,13 @@ def vision(sweep: Sweep, names: Sequence[str]) -> None:
                 sweep.case(name, what, small.merged(raw, change), given=given, unless=base)
 
 
+def seen(sweep: Sweep, names: Sequence[str]) -> None:
+    from tests.sweep import pictures
+
+    for variant in pictures.all_variants(names):
+        sweep.case(variant.base, variant.what, variant.raw, given=pictures.given(variant), steps=4)
+
+
 def table(rows: Sequence[Row]) -> str:
     """An architecture, counts of words, and the largest error on each mesh."""
     lines = []
@@ -218,7 +226,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.sweep", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("mode", nargs="?", default="all", choices=("all", "tiny", "flips", "meshes", "vision"))
+    parser.add_argument(
+        "mode", nargs="?", default="all", choices=("all", "tiny", "flips", "meshes", "vision", "pictures")
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--meshes", default="")
     parser.add_argument("--out", type=Path)
@@ -228,9 +238,8 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="firstlight-sweep-") as scratch:
         sweep = Sweep(asked.mode, meshes, Path(scratch), asked.out)
-        {"all": every, "tiny": tiny, "flips": flips, "meshes": divided, "vision": vision}[asked.mode](
-            sweep, asked.names
-        )
+        modes = {"all": every, "tiny": tiny, "flips": flips, "meshes": divided, "vision": vision, "pictures": seen}
+        modes[asked.mode](sweep, asked.names)
     print(table(sweep.rows))
     bad = [row for row in sweep.rows if row["word"] in ("wrong", "crashed")]
     print(f"{len(sweep.rows)} cases in {time.monotonic() - started:.0f} s, {len(bad)} wrong or crashed")

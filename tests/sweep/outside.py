@@ -69,6 +69,8 @@ def model_of(raw: Mapping[str, Any]) -> Any:
             if own is not None and hasattr(own, "_experts_implementation"):
                 own._experts_implementation = "eager"
         randomize(model)
+        if type(model).__name__ == "Llama4ForConditionalGeneration":  # it asks its text's output for a field it lacks
+            model.language_model.register_forward_hook(lambda _, __, out: setattr(out, "image_outputs", None))
     return model
 
 
@@ -131,9 +133,28 @@ def run(model: Any, given: Tensors, steps: int = 0, positions: bool = True) -> T
             if not torch.equal(states[0], first[0]):  # some keep what comes out of layers, and not what goes in
                 states = (first[0], *states[:-2], states[-1])
             found |= {f"hidden.{i}": state.float() for i, state in enumerate(states)}
-        if steps and len(given) == 2:
-            found["generated"] = _greedy(model, given, steps)
+        if "pixel_values" in given:
+            found["image_features"] = _features(model, given)
+        if steps:
+            seeing = "pixel_values" in given
+            found["generated"] = _together(model, {**given, **more}, steps) if seeing else _greedy(model, given, steps)
     return found
+
+
+def _features(model: Any, given: Tensors) -> torch.Tensor:
+    """Picture features behind the projector, in order: [n, hidden]."""
+    found = model.get_image_features(**{n: t for n, t in given.items() if n not in ("input_ids", "attention_mask")})
+    features = getattr(found, "pooler_output", found)
+    if features is None:  # Llama 4 leaves the projector to the model's own forward
+        features = model.multi_modal_projector(found.last_hidden_state)
+    features = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
+    return features.float().flatten(0, -2)
+
+
+def _together(model: Any, given: Tensors, steps: int) -> torch.Tensor:
+    """All rows at once, padded at the left."""
+    out = model.generate(**given, max_new_tokens=steps, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0)
+    return out[:, given["input_ids"].shape[1] :][:, :steps]
 
 
 @contextlib.contextmanager

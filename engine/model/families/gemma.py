@@ -80,6 +80,21 @@ def _activation(config: Config) -> str:
     return activation(config, "hidden_act")
 
 
+def _score_cap(config: Config, kind: Kind) -> float | None:
+    """The soft cap of scores; the reference has none where queries and keys are normed, whatever the file states."""
+    cap: float | None = config.stated("attn_logit_softcapping", absent=kind.score_cap)
+    if cap is None or not kind.qk_norm:
+        return cap
+    config.warn(
+        "config-invalid",
+        "attn_logit_softcapping is stated, and not applied: the reference norms queries and keys instead",
+        expected="null",
+        found=str(cap),
+        next="check config.json against the model's release",
+    )
+    return None
+
+
 def spec(config: Config) -> ModelSpec:
     model_type = str(config.get("model_type", "gemma3_text"))
     kind = KINDS[model_type]
@@ -91,6 +106,8 @@ def spec(config: Config) -> ModelSpec:
     config.only("use_bidirectional_attention", False, default=False)
     size = int(config.get("head_dim", 256))
 
+    cap = _score_cap(config, kind)
+
     def attention(index: int) -> Attention:
         layer = "full_attention" if windows[index] is None else "sliding_attention"
         return gqa(
@@ -100,7 +117,7 @@ def spec(config: Config) -> ModelSpec:
             rope=rope_of_kind(config, size, layer, kind.theta, kind.local_theta)
             if kind.local_theta
             else rope(config, size, kind.theta),
-            softcap=config.stated("attn_logit_softcapping", absent=kind.score_cap),
+            softcap=cap,
             window=windows[index],
             qkv_bias=bias,
             output_bias=bias,

@@ -26,6 +26,7 @@ def spec(config: Config) -> ModelSpec:
         lambda i: moe,
         layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},
         embed_scale=float(config.get("embedding_multiplier", 1.0)),
+        scales_pictures=True,
         logit_scale=1.0 / config.positive("logits_scaling", config.get("logits_scaling", 1.0)),
     )
 

@@ -47,7 +47,8 @@ def _tower(config: Config, chain: Chain, state: int, kernel: int, image_token_id
     )
     for key in ("use_mask_token", "hidden_dropout_prob", "projection_dropout", "layer_scale_init_value"):
         config.get(key)  # of training
-    is_last = state == -1 and not config.get("use_mean_pooling", True)
+    pools = bool(config.get("use_mean_pooling", True))  # and so does without a norm
+    is_last = state == -1 and not pools
     side = square(config, "image_size", 448) // patch
     positions = GridPositions(side=side, how="cubic") if config.get("use_absolute_position_embeddings", True) else None
     return PatchTower(

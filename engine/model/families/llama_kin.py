@@ -149,6 +149,7 @@ def spec(config: Config) -> ModelSpec:
         layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},
         tie_default=kin.tied,
         embed_scale=float(config.get("embedding_multiplier", 1.0)),
+        scales_pictures=True,
         logit_scale=1.0 / config.positive("logits_scaling", config.get("logits_scaling", 1.0)),
     )
 

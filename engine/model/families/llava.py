@@ -12,6 +12,7 @@ from firstlight.engine.model.families.vision_common import (
     feature_layers,
     image_token,
     joined,
+    plain_head,
     tied,
     tower_config,
 )
@@ -104,7 +105,7 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
         feature_layers=features,
         drop_first=config.only("vision_feature_select_strategy", "default", "full", default="default") == "default",
     )
-    return msgspec.structs.replace(text, family="llava", vision=whole, tied_head=tied(config, text))
+    return msgspec.structs.replace(plain_head(config, text), family="llava", vision=whole, tied_head=tied(config, text))
 
 
 _V = "(model.|)vision_tower.(vision_model.|)"

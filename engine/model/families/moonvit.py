@@ -44,14 +44,13 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
         mixer_norm=norm,
         ffn_norm=norm,
     )
+    grid, read_square = _grid(config)
     return MoonViT(
         patch_size=config.size("patch_size"),
         hidden=hidden,
         layers=(layer,) * config.size("vt_num_hidden_layers", "num_hidden_layers"),
-        grid=(
-            config.size("init_pos_emb_height", "pos_emb_height"),
-            config.size("init_pos_emb_width", "pos_emb_width"),
-        ),
+        grid=grid,
+        read_square=read_square,
         frames=count(config, "init_pos_emb_time", 4, "pos_emb_time"),
         interpolation=config.only("pos_emb_interpolation_mode", "bilinear", "bicubic", default="bicubic"),
         rope_theta=axial(config).theta,
@@ -61,6 +60,29 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
         image_token_id=image_token_id,
         patch_bias=bool(config.get("patch_embed_proj_bias", True)),
     )
+
+
+def _grid(config: Config) -> tuple[tuple[int, int], bool]:
+    """Rows and columns of learned positions, and whether they are read as a square.
+
+    Releases' own code, whose keys begin with `init_`, stretches a grid of any shape. transformers 5.24, whose keys do
+    not, counts through the table as if it had as many columns as rows; a file of its making is read as it reads it.
+    """
+    rows = config.size("init_pos_emb_height", "pos_emb_height")
+    columns = config.size("init_pos_emb_width", "pos_emb_width")
+    if rows == columns or "init_pos_emb_height" in config:
+        return (rows, columns), False
+    if rows > columns:
+        config.refuse("pos_emb_height", rows, f"at most pos_emb_width, {columns}: transformers reads beyond the table")
+    config.warn(
+        "config-invalid",
+        f"pos_emb_height {rows} differs from pos_emb_width {columns}: positions are taken as a square of {rows}, as "
+        "transformers takes them",
+        expected="the same height and width",
+        found=f"{rows} x {columns}",
+        next="for a release's own reading, name the keys init_pos_emb_height and init_pos_emb_width",
+    )
+    return (rows, columns), True
 
 
 def _projector(config: Config, hidden: int, kernel: int, text_hidden: int) -> MergedProjector:

@@ -153,7 +153,14 @@ def spec(config: Config) -> ModelSpec:
     scale = config.size("hidden_size") ** 0.5 if config.get("mup_enabled", False) else 1.0
     norms = SANDWICH if kin.sandwich else PRE
     return decoder(
-        config, model_type, attention, lambda i: moe if sparse[i] else dense, norm=norm, norms=norms, embed_scale=scale
+        config,
+        model_type,
+        attention,
+        lambda i: moe if sparse[i] else dense,
+        norm=norm,
+        norms=norms,
+        embed_scale=scale,
+        scales_pictures=True,
     )
 
 

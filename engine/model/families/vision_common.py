@@ -159,7 +159,25 @@ def with_sections(config: Config, text: ModelSpec, default: tuple[int, ...], *, 
 
 def joined(config: Config, family: str, text: ModelSpec, vision: PatchTower, tie_default: bool = False) -> ModelSpec:
     """The whole model."""
-    return msgspec.structs.replace(text, family=family, vision=vision, tied_head=tied(config, text, tie_default))
+    plain = plain_head(config, text)
+    return msgspec.structs.replace(plain, family=family, vision=vision, tied_head=tied(config, text, tie_default))
+
+
+def plain_head(config: Config, text: ModelSpec) -> ModelSpec:
+    """The decoder with the output head of a model that sees, which is a matrix whatever the text alone has.
+
+    What is left out so in the reference (a scale, a soft cap) changes no token's rank, only how far they are apart.
+    """
+    left_out = {"a scale": text.logit_scale != 1.0, "a soft cap": text.logit_softcap is not None}
+    if names := " and ".join(name for name, is_there in left_out.items() if is_there):
+        config.warn(
+            "config-invalid",
+            f"the text's configuration gives its logits {names}, which the reference leaves out of models that see",
+            expected="a plain output head",
+            found=f"{text.family} with {names} of logits",
+            next="greedy answers are the same; for sampling, choose a temperature that makes up for it",
+        )
+    return msgspec.structs.replace(text, logit_scale=1.0, logit_softcap=None, head_bias=False)
 
 
 def tied(config: Config, text: ModelSpec, default: bool = False) -> bool:

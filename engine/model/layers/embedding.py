@@ -11,12 +11,13 @@ from firstlight.engine.model.spec import ModelSpec
 
 
 class TokenEmbedding:
-    """ids [T] -> [T, H]; pictures' rows are filled in afterwards, unscaled, as the reference does."""
+    """ids [T] -> [T, H]; pictures' rows are filled in afterwards, unscaled or scaled as the spec says."""
 
     def __init__(self, spec: ModelSpec, weights: Access) -> None:
         self._weight_VH = weights.tensor("embed.weight")
         self._vocab_size = spec.vocab_size
         self._scale = spec.embed_scale
+        self._scales_pictures = spec.scales_pictures
         self._positions_PH = weights.maybe("positions.weight")
         self._position_offset = spec.position_offset
 
@@ -32,7 +33,10 @@ class TokenEmbedding:
         if self._scale != 1.0:
             x_TH = x_TH * torch.tensor(self._scale, dtype=x_TH.dtype)
         for filled in batch.embeddings:
-            x_TH[filled.start : filled.start + filled.features_NH.shape[0]] = filled.features_NH[:, : x_TH.shape[1]]
+            features_NH = filled.features_NH[:, : x_TH.shape[1]]
+            if self._scales_pictures:
+                features_NH = features_NH * torch.tensor(self._scale, dtype=features_NH.dtype)
+            x_TH[filled.start : filled.start + features_NH.shape[0]] = features_NH
         if self._positions_PH is not None:
             x_TH = x_TH + self._positions_PH[batch.positions_T + self._position_offset]
         return x_TH

@@ -30,7 +30,11 @@ class MoonViT:
         tower = weights.into("vision")
         self._patch = tower.tensor("patch_embed.weight").flatten(1)
         self._patch_bias_H = tower.maybe("patch_embed.bias")
-        self._position_HYX = tower.tensor("position_embed.weight").permute(2, 0, 1)
+        table_YXH = tower.tensor("position_embed.weight")
+        if spec.read_square:
+            side = spec.grid[0]
+            table_YXH = table_YXH.flatten(0, 1)[: side**2].unflatten(0, (side, side))
+        self._position_HYX = table_YXH.permute(2, 0, 1)
         self._layers = [_Layer(layer, tower.into(f"layers.{i}")) for i, layer in enumerate(spec.layers)]
         self._norm = Norm(spec.norm, tower.into("norm"))
         self._project = _Projector(spec.projector, weights.into("projector"))

@@ -23,6 +23,7 @@ Vision = VisionSpec | MoonViT | PatchTower | AnyRes | ForeignVision
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A whole model. `tied_head`: the output head is the embedding unless the checkpoint brings a head of its own.
 
+    `embed_scale` multiplies the embeddings of tokens and, with `scales_pictures`, the features in their places as well.
     `learned_positions` vectors, one a position, are added to the embedding; position 0 has number `position_offset`.
     """
 
@@ -34,6 +35,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tied_head: bool
     max_positions: int
     embed_scale: float = 1.0
+    scales_pictures: bool = False
     learned_positions: int = 0
     position_offset: int = 0
     logit_scale: float = 1.0

@@ -42,9 +42,11 @@ class MergedProjector(msgspec.Struct, frozen=True, kw_only=True):
 class MoonViT(msgspec.Struct, frozen=True, kw_only=True, tag="moonvit"):
     """Patches of pictures of any size in one batch (Kimi-VL, arXiv 2504.07491; Kimi K2.5 and K3).
 
-    Positions are learned for a `grid` of (rows, columns) and stretched to each picture's, and rotate queries and keys
-    by column and row. Pictures of several frames, at most `frames`, have a sine of the frame's number added. Behind the
-    last norm frames are averaged and the patches of each `merge` kernel go through the projector side by side.
+    Positions are learned for a `grid` of (rows, columns) and stretched to each picture's; with `read_square` its
+    entries are taken in order as a square with as many rows, whatever its columns are. Positions also rotate queries
+    and keys by column and row. Pictures of several frames, at most `frames`, have a sine of the frame's number added.
+    Behind the last norm frames are averaged and the patches of each `merge` kernel go through the projector side by
+    side.
     """
 
     patch_size: int
@@ -60,6 +62,7 @@ class MoonViT(msgspec.Struct, frozen=True, kw_only=True, tag="moonvit"):
     image_token_id: int
     channels: int = 3
     patch_bias: bool = False
+    read_square: bool = False
 
     def parameters(self) -> Iterator[Param]:
         scope = Scope(prefix="vision.", layer=FIRST_STAGE, hidden=self.hidden, vision=True)
