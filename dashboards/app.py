@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from bokeh.server.auth_provider import AuthProvider
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 from tornado.web import RequestHandler
 
-from firstlight.dashboards import html
+from firstlight.dashboards import first, html
 from firstlight.dashboards.store import DataStore, Follower
-from firstlight.dashboards.theme import FIELDS, NAV, TEMPLATE
+from firstlight.dashboards.theme import FIELDS, FIRST, FRAME, NAV, TEMPLATE
 from firstlight.dashboards.views.checkpoint import Checkpoint
 from firstlight.dashboards.views.communication import Communication
 from firstlight.dashboards.views.hardware import Hardware
@@ -29,7 +31,7 @@ from firstlight.dashboards.views.overview import Overview
 from firstlight.dashboards.views.runs import Runs
 from firstlight.dashboards.views.topology import Topology
 from firstlight.dashboards.views.verify import Verify
-from firstlight.dashboards.views.view import View, column, pane, put
+from firstlight.dashboards.views.view import View, column, pane, plot, put
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.serving.options import is_loopback
@@ -76,6 +78,8 @@ class Dashboard:
         self._names: list[str] = []
         self._document: Any = None
         self._location: Any = None
+        self._is_live = False
+        self._waiting: list[Callable[[], None]] = []
         self._list_runs(first_run)
         self._run.param.watch(lambda _: self._choose(), "value")
         self._tab.param.watch(lambda _: self._open_tab(), "value")
@@ -88,6 +92,18 @@ class Dashboard:
         """Make a change in the page's own turn; a page that was closed meanwhile is left alone."""
         if self._document is not None and self._document.session_context is not None:
             self._document.add_next_tick_callback(change)
+
+    def when_live(self, draw: Callable[[], None]) -> None:
+        """Draw what takes time once the page stands in its browser: text is there before figures are."""
+        if self._is_live:
+            draw()
+        elif draw not in self._waiting:
+            self._waiting.append(draw)
+
+    def _live(self) -> None:
+        self._is_live = True
+        while self._waiting:
+            self._waiting.pop(0)()
 
     def template(self) -> Any:
         """The page for one session, bound to its address."""
@@ -102,7 +118,15 @@ class Dashboard:
             location.sync(self._tab, {"value": "tab"})
             self._location = location
         self._choose()
-        self._open_tab()
+        for name, value in (
+            ("style", FRAME),
+            ("scripts", partial(first.scripts, figures=first.has_figures(self._main))),
+            ("first_script", FIRST),
+            ("first_nav", first.navigation(self._run.value, self._tab.options, self._tab.value)),
+            ("first_main", first.text_of(self._main)),
+        ):
+            template.add_variable(name, value)
+        pn.state.onload(self._live)
         pn.state.add_periodic_callback(self.tick, TICK_MS)
         return template
 
@@ -275,6 +299,7 @@ async def _warm(address: str) -> None:
     """Opens the page once, so that the first person does not wait for templates and imports; nobody has to answer."""
     with contextlib.suppress(OSError, HTTPClientError):
         await AsyncHTTPClient().fetch(address, request_timeout=60.0)
+    await asyncio.to_thread(lambda: plot().get_root())  # the first figure imports plotly
 
 
 def _free_port(host: str) -> int:

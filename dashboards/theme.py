@@ -15,4 +15,6 @@ def _style(name: str) -> str:
 SHEET = _style("sheet.css")
 FIELDS = _style("fields.css")
 NAV = _style("nav.css")
-TEMPLATE = _style("page.html").replace("{{ style }}", _style("colours.css") + _style("frame.css"))
+FRAME = _style("colours.css") + _style("frame.css") + SHEET
+FIRST = _style("first.js")
+TEMPLATE = _style("page.html")

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 BATCH_PERIOD_S = 0.1
 BUSY_TIMEOUT_S = 10.0
-MOST_IN_A_BATCH = 1000
+MOST_IN_A_BATCH = 10_000
 
 SCHEMA = """
 create table if not exists progress (
@@ -79,6 +79,7 @@ class EventWriter:
         self._told = 0  # of the lost ones
         self._file: _File | None = None
         self._events: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
+        self._hurry = threading.Event()  # somebody waits for what was handed over so far
         self._thread = threading.Thread(target=self._work, name="events", daemon=True)
         self._thread.start()
 
@@ -89,12 +90,14 @@ class EventWriter:
     def flush(self, timeout_s: float = BUSY_TIMEOUT_S) -> bool:
         """Waits until everything handed over so far is on disk; False when that took too long or failed."""
         written = threading.Event()
+        self._hurry.set()
         self._events.put(written)
         return written.wait(timeout_s) and self.problem is None
 
     def close(self) -> None:
         """Writes what is left and ends the thread. `lost` and `problem` say what did not get onto the disk."""
         if self._thread.is_alive():
+            self._hurry.set()
             self._events.put(None)
             self._thread.join(BUSY_TIMEOUT_S)
 
@@ -125,22 +128,25 @@ class EventWriter:
             self.lost += len(batch)
 
     def _next_batch(self) -> tuple[list[Event], list[threading.Event], bool]:
-        """Waits for an event, then takes what comes within the period; a flush or the end cuts it short."""
+        """Waits for an event and lets more come for a while, asleep: a thread that woke up for each would cost more.
+
+        A flush or the end cuts it short.
+        """
         batch: list[Event] = []
-        until_s: float | None = None
-        while len(batch) < MOST_IN_A_BATCH:
-            try:
-                wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-                item = self._events.get(timeout=wait_s)
-            except queue.Empty:
-                return batch, [], True
+        item = self._events.get()
+        while True:
             if item is None:
                 return batch, [], False
             if isinstance(item, threading.Event):
+                if self._events.empty():
+                    self._hurry.clear()
                 return batch, [item], True
+            if not batch:
+                self._hurry.wait(BATCH_PERIOD_S)
             batch.append(item)
-            until_s = until_s or time.monotonic() + BATCH_PERIOD_S
-        return batch, [], True
+            if len(batch) == MOST_IN_A_BATCH or self._events.empty():
+                return batch, [], True
+            item = self._events.get()
 
 
 class _File:

@@ -26,9 +26,10 @@ class Hardware:
         self._page = page
         self._devices, self._plot, self._note = pane(), plot(300), pane()
         self._metric = pn.widgets.Select(name="Over the whole run", options=[], stylesheets=[FIELDS], width=300)
-        self._metric.param.watch(lambda _: self._draw_history(), "value")
+        self._metric.param.watch(lambda _: self._page.when_live(self._draw_history), "value")
         self._series: list[Series] = []
-        self._version, self._minute = -1, -1
+        self._version, self._at = -1, -1
+        self._drawn: tuple[str, int] = ("", -1)  # metric and moment of the curves that stand there
 
     def panel(self) -> Any:
         return column(self._devices, self._metric, self._note, self._plot)
@@ -39,10 +40,10 @@ class Hardware:
         self._version = snapshot.readings_version
         put(self._devices, html.page(devices(snapshot)))
         newest_s = max((trail.last.time_s for trail in snapshot.trails.values()), default=0.0)
-        if int(newest_s // 10) != self._minute:
-            self._minute = int(newest_s // 10)
+        if int(newest_s // 10) != self._at:
+            self._at = int(newest_s // 10)
             self._choices()
-            self._draw_history()
+            self._page.when_live(self._draw_history)
 
     def _choices(self) -> None:
         follower = self._page.follower
@@ -63,6 +64,9 @@ class Hardware:
         if follower is None or span is None or not self._metric.value:
             show(self._plot, None)
             return
+        if self._drawn == (self._metric.value, self._at):
+            return
+        self._drawn = self._metric.value, self._at
         wanted = {s.id: s for s in self._series if _kind(s) == self._metric.value}
         shown = dict(list(wanted.items())[:MOST_CURVES])
         points = max(120, MOST_POINTS // max(1, len(shown)))  # many curves need not be as fine as one

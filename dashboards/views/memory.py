@@ -40,7 +40,7 @@ class Memory:
             put(self._bars, html.page(_planned(snapshot), _measured(snapshot.latest("start")), _pools(snapshot)))
         if snapshot.readings_version // 10 != self._drawn:  # a curve of an hour does not move ten times a second
             self._drawn = snapshot.readings_version // 10
-            self._draw_curves()
+            self._page.when_live(self._draw_curves)
 
     def _draw_curves(self) -> None:
         found = self._curves()

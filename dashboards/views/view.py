@@ -22,6 +22,9 @@ class Page(Protocol):
     def follower(self) -> Follower | None:
         """The run that is shown."""
 
+    def when_live(self, draw: Callable[[], None]) -> None:
+        """Have something that takes time drawn once the page stands in its browser; at once from then on."""
+
     def later(self, change: Callable[[], None]) -> None:
         """Have a change of components made in the page's own turn; from any thread."""
 

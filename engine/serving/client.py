@@ -16,6 +16,7 @@ import safetensors.numpy
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.serving.api import EngineInfo, Health, PictureSource, Prompt, RankMemory
+from firstlight.engine.serving.board import BoardReader
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.profile_data import RankProfile
 from firstlight.engine.serving.request import Completion, Delta, SamplingParams
@@ -30,13 +31,17 @@ CONNECT_S = 5.0
 class EngineClient:
     """Talks to a host at `url`. One client may be used from several threads.
 
-    `deadline_s` is how long rank 0 may take to answer /health before it counts as lost.
+    `deadline_s` is how long rank 0 may take to answer /health before it counts as lost. `board` is where an engine of
+    this machine lays out its statistics.
     """
 
-    def __init__(self, url: str, token: str | None = None, deadline_s: float = 10.0) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, deadline_s: float = 10.0, board: str | Path | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.token = token
         self.deadline_s = deadline_s
+        self._board = BoardReader(board) if board is not None else None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
@@ -111,6 +116,10 @@ class EngineClient:
         """See `Engine.stats`."""
         return msgspec.json.decode(self._ask("GET", "/admin/stats"), type=EngineStats)
 
+    def glance(self) -> EngineStats | None:
+        """The statistics as the engine laid them out last, without asking it; None where they cannot be seen so."""
+        return self._board.read() if self._board is not None else None
+
     def ended(self, since: int = 0) -> tuple[Ended, ...]:
         """See `Engine.ended`."""
         return msgspec.json.decode(self._ask("GET", f"/admin/requests?since={since}"), type=tuple[Ended, ...])
@@ -142,6 +151,8 @@ class EngineClient:
     def close(self) -> None:
         """Let go of the connection; the engine goes on."""
         self._http.close()
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,6 +21,7 @@ from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
+from firstlight.engine.serving.board import BOARD
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
@@ -30,6 +31,7 @@ from firstlight.engine.settings import child_environment, read_settings
 
 POLL_S = 0.02
 STOP_GRACE_S = 5.0
+MOST_RANKS = 256  # of one machine: each is a process, with a line to the supervisor
 CHILD_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",  # forking wants a process without threads
     **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),  # ranks of one machine talk on loopback
@@ -72,6 +74,7 @@ class Host:
         if http.token is None and (settings.token or make_token):
             http = msgspec.structs.replace(http, token=settings.token or secrets.token_urlsafe(24))
         engine = EngineOptions(checkpoint=str(checkpoint), mesh=mesh or Mesh(), **{"warm_up": True, **options})
+        _refuse_crowd(engine.mesh)
         directory = _new_directory(settings.runtime_dir) if run_dir is None else Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / HANDLE).unlink(missing_ok=True)
@@ -122,7 +125,7 @@ class Host:
     def client(self) -> EngineClient:
         """The engine over HTTP."""
         if self._client is None:
-            self._client = EngineClient(self.url, self.token)
+            self._client = EngineClient(self.url, self.token, board=self.run_dir / BOARD)
         return self._client
 
     def health(self) -> Health:
@@ -258,6 +261,20 @@ def read_handle(run_dir: Path) -> Handle:
                 next="start one, or name the run directory of one that runs",
             )
         ) from None
+
+
+def _refuse_crowd(mesh: Mesh) -> None:
+    """More ranks than a machine has use for are a slip of the keyboard, and would take all its processes."""
+    if mesh.world_size > MOST_RANKS:
+        raise Refused(
+            fatal(
+                "usage",
+                f"{mesh.world_size:,} ranks are too many for one machine",
+                expected=f"at most {MOST_RANKS} ranks",
+                found=mesh.describe(),
+                next="use a smaller mesh, or start the ranks on several machines through a launcher (torchrun)",
+            )
+        )
 
 
 def _new_directory(runtime_dir: Path) -> Path:

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from firstlight.engine.parallel.cluster import Place, backend_of
 from firstlight.engine.parallel.comm import CommFailure, Comms
+from firstlight.engine.serving.board import open_board
 from firstlight.engine.serving.boot import bring_up, device_of, ping
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.desk import Desk
@@ -42,7 +43,7 @@ def run_rank(order: Order, index: int, line: Line) -> int:
         address="127.0.0.1",
         port=first.store_port,
     )
-    return RankProcess(order.engine, order.host, place, line).run()
+    return RankProcess(order.engine, order.host, place, line, run_dir=order.run_dir).run()
 
 
 class RankProcess:
@@ -58,6 +59,7 @@ class RankProcess:
         place: Place,
         line: Line | None,
         leave: Callable[[int], object] = os._exit,
+        run_dir: str | None = None,
     ) -> None:
         self.engine = engine
         self.host = host
@@ -66,6 +68,7 @@ class RankProcess:
         self.pulse = Pulse(place.rank)
         self.url: str | None = None  # where rank 0 listens, from the moment it does
         self._leave = leave
+        self._run_dir = run_dir
         self.desk = Desk(self.pulse, host) if place.rank == 0 else None
         self._verdict, self._over = threading.Event(), threading.Event()
         self._heard_s = time.monotonic()
@@ -92,7 +95,12 @@ class RankProcess:
         mesh = self.engine.mesh
         device = device_of(self.engine.device, self.place.local_rank)
         comms = Comms.connect(
-            mesh, self.place.rank, PrefixStore("mesh", store), backend_of(device), self.engine.comm_deadline_s
+            mesh,
+            self.place.rank,
+            PrefixStore("mesh", store),
+            backend_of(device),
+            self.engine.comm_deadline_s,
+            self.engine.expert_exchange,
         )
         comms.recorder.phase = self.pulse.collective
         self.pulse.enter("ping")
@@ -116,7 +124,10 @@ class RankProcess:
         desk.engine = engine
         engine.get_ready(self.engine.warm_up)
         self._say(Note(status="ready"))
-        engine.run()
+        board = open_board(self._run_dir)
+        engine.run(board=board)
+        if board is not None:
+            board.close()
         if engine.failure is not None:
             self._verdict.wait()
             time.sleep(self.host.linger_s)

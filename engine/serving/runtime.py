@@ -20,6 +20,7 @@ from firstlight.engine.model.build import Model
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import EngineInfo, Health, PictureSource, Prompt, RankMemory
+from firstlight.engine.serving.board import Board
 from firstlight.engine.serving.boot import bring_up
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.frontend import Frontend
@@ -305,14 +306,22 @@ class Engine:
         self._collect(self.scheduler.apply(plan, result), result)
         return True
 
-    def run(self, tick_s: float = 0.5) -> None:
-        """A host's main loop: step while there is work, tick while there is none, until closed or failed."""
+    def run(self, tick_s: float = 0.5, board: Board | None = None) -> None:
+        """A host's main loop: step while there is work, tick while there is none, until closed or failed.
+
+        What is counted is laid out on `board` now and then, for whoever takes readings.
+        """
         self._is_driven = True
         while not self._has_to_leave and self.failure is None:
-            if not self.step():
-                self._control.tell(_encode(Tick()))
-                if self._arrived.wait(tick_s):
-                    self._arrived.clear()
+            if self.step():
+                if board is not None:
+                    board.offer(self.stats)
+                continue
+            if board is not None:
+                board.show(self.stats())
+            self._control.tell(_encode(Tick()))
+            if self._arrived.wait(tick_s):
+                self._arrived.clear()
         if self.failure is None:
             self._leave()
 

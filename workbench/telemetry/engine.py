@@ -1,8 +1,9 @@
-"""The engine's own counters, over HTTP: rates, batch, queue, cache, and what the last sampled step showed inside."""
+"""The engine's own counters: rates, batch, queue, cache, and what the last sampled step showed inside."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
@@ -13,6 +14,10 @@ from firstlight.engine.serving.stats import Ended, EngineStats
 from firstlight.workbench.events import SERVED, RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
+
+
+FRESH_S = 1.5  # an engine without work lays its statistics out anew twice a second
+SELDOM_S = 1.0  # between questions over HTTP, which take the attention of the interpreter that steps the engine
 
 
 class EngineSource:
@@ -28,30 +33,50 @@ class EngineSource:
         self._ended = 0
         self._rates = Rates()
         self._sampled_step = -1
+        self._seen_s = self._asked_s = self._told_s = float("-inf")
         self.step: int | None = None
 
     def read(self, time_s: float, step: int | None) -> Iterator[Reading | RequestEvent]:
         client = self._client()
         if client is None:
             return
-        ended: Sequence[Ended] = ()
         try:
-            stats = client.stats()
-            total = sum(stats.requests.values())
-            if total < self._ended:  # another engine
-                self._ended, self._known = 0, frozenset()
+            stats = self._look(client, time_s)
         except FirstlightError as error:
             make = Maker(self.name, time_s, step)
             failure = client.health().failure
             yield make.none("engine", "tokens", "tokens/s", str(failure or error), alarm=failure is not None)
             return
-        self.step = stats.step
-        if total > self._ended:
-            with contextlib.suppress(FirstlightError):  # one that has just gone, or of a version that cannot say
-                ended = client.ended(self._ended)
-            self._ended = max(total, *(one.order for one in ended)) if ended else total
+        if stats is None or stats.time_s <= self._seen_s:
+            return  # nothing new: it is in the middle of a step
+        self.step, self._seen_s = stats.step, stats.time_s
         yield from self._readings(Maker(self.name, time_s, stats.step), stats)
-        yield from (_event(one) for one in ended if one.number not in self._known)
+        yield from (_event(one) for one in self._told(client, stats, time_s) if one.number not in self._known)
+
+    def _look(self, client: EngineClient, time_s: float) -> EngineStats | None:
+        """What the engine has laid out, which costs it nothing; asked over HTTP where that is old or not to be seen."""
+        seen, now_s = client.glance(), time.time()
+        if seen is not None and abs(now_s - seen.time_s) < FRESH_S:
+            is_idle = not seen.running and not seen.waiting
+            return msgspec.structs.replace(seen, time_s=now_s) if is_idle else seen
+        if seen is not None and time_s - self._asked_s < SELDOM_S:
+            return None  # a long step, most likely: nothing is counted before its end
+        self._asked_s = time_s
+        return client.stats()
+
+    def _told(self, client: EngineClient, stats: EngineStats, time_s: float) -> Sequence[Ended]:
+        """Requests that ended since; asked for when there are any, and not at every reading."""
+        total = sum(stats.requests.values())
+        if total < self._ended:  # another engine
+            self._ended, self._known = 0, frozenset()
+        if total == self._ended or time_s - self._told_s < SELDOM_S:
+            return ()
+        self._told_s = time_s
+        ended: Sequence[Ended] = ()
+        with contextlib.suppress(FirstlightError):  # one that has just gone, or of a version that cannot say
+            ended = client.ended(self._ended)
+        self._ended = max(total, *(one.order for one in ended)) if ended else total
+        return ended
 
     def _readings(self, make: Maker, stats: EngineStats) -> Iterator[Reading]:
         for metric, count in (("tokens", stats.generated_tokens), ("prompt_tokens", stats.prompt_tokens)):

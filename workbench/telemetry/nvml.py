@@ -14,6 +14,8 @@ import pynvml
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
 
+SELDOM_S = 1.0
+OFTEN_S = 0.5  # who asks more often than this is spared what takes long, for all GPUs but one at a time
 LOST = "GPU lost: it has fallen off the bus or was reset; its work is gone"
 UNIFIED = "NotSupported (UMA: system memory shown)"
 IN_MIG = "not counted for a GPU cut into MIG instances"
@@ -24,11 +26,12 @@ NVLINK_FIELDS = (
 
 
 class _Metric(NamedTuple):
-    """A figure of a GPU: how to read it, in the unit shown."""
+    """A figure of a GPU: how to read it, in the unit shown. `seldom`: it hardly changes, or takes long to read."""
 
     name: str
     unit: str
     read: Callable[[Any], float]
+    seldom: bool = False
 
 
 _METRICS = (
@@ -36,14 +39,14 @@ _METRICS = (
     _Metric("memory_utilisation", "%", lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).memory),
     _Metric("temperature", "C", lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
     _Metric("power", "W", lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
-    _Metric("power_limit", "W", lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
+    _Metric("power_limit", "W", lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3, seldom=True),
     _Metric("sm_clock", "MHz", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
     _Metric("memory_clock", "MHz", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)),
-    _Metric("pcie_sent", "B/s", lambda gpu: _pcie(gpu, pynvml.NVML_PCIE_UTIL_TX_BYTES)),
-    _Metric("pcie_received", "B/s", lambda gpu: _pcie(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES)),
+    _Metric("pcie_sent", "B/s", lambda gpu: _pcie(gpu, pynvml.NVML_PCIE_UTIL_TX_BYTES), seldom=True),
+    _Metric("pcie_received", "B/s", lambda gpu: _pcie(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES), seldom=True),
     _Metric("throttle_reasons", "bits", lambda gpu: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
-    _Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu)),
-    _Metric("fan", "%", lambda gpu: pynvml.nvmlDeviceGetFanSpeed(gpu)),
+    _Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu), seldom=True),
+    _Metric("fan", "%", lambda gpu: pynvml.nvmlDeviceGetFanSpeed(gpu), seldom=True),
 )
 _IN_MIG = frozenset(("utilisation", "memory_utilisation"))
 
@@ -65,6 +68,8 @@ class NvmlSource:
 
     def __init__(self) -> None:
         self._rates = Rates()
+        self._asked_s = float("-inf")
+        self._whole_s: dict[int, float] = {}  # when a GPU was asked for everything
         self._absent = ""
         try:
             pynvml.nvmlInit()
@@ -83,10 +88,21 @@ class NvmlSource:
             return
         if not count:
             yield make.none("nvml", "gpus", "devices", "the driver sees no GPU")
+        whole = self._whole(count, time_s)
         for index in range(count):
-            yield from self._gpu(make, index, time_s)
+            yield from self._gpu(make, index, time_s, index in whole)
 
-    def _gpu(self, make: Maker, index: int, time_s: float) -> Iterator[Reading]:
+    def _whole(self, count: int, time_s: float) -> frozenset[int]:
+        """The GPUs to be asked for everything now: traffic on PCIe alone takes NVML 40 ms a GPU to measure."""
+        is_often, self._asked_s = time_s - self._asked_s < OFTEN_S, time_s
+        never = float("-inf")
+        due = [i for i in range(count) if time_s - self._whole_s.get(i, never) >= 0.99 * SELDOM_S]
+        if is_often and due:
+            due = [min(due, key=lambda i: self._whole_s.get(i, never))]
+        self._whole_s.update(dict.fromkeys(due, time_s))
+        return frozenset(due)
+
+    def _gpu(self, make: Maker, index: int, time_s: float, whole: bool) -> Iterator[Reading]:
         device = f"gpu {index}"
         try:
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -95,6 +111,8 @@ class NvmlSource:
             return
         in_mig = self._is_in_mig(gpu)
         for metric in _METRICS:
+            if metric.seldom and not whole:
+                continue
             if in_mig and metric.name in _IN_MIG:
                 yield make.none(device, metric.name, metric.unit, IN_MIG)
                 continue

@@ -1,0 +1,122 @@
+"""The engine's statistics where other processes of its machine read them without asking: one small file, mapped by both.
+
+Whoever takes readings ten times a second would otherwise ask rank 0 each time, in the interpreter that steps the engine.
+Here the engine writes now and then what it has counted anyway, and a reader costs it nothing. No torch.
+
+    process (8 bytes) | length (4) | crc32 of the payload (4) | payload: `EngineStats` as MessagePack
+
+A reader that meets a half-written payload sees it by the checksum and looks again. What a process that is gone has left
+behind counts for nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from firstlight.engine.serving.stats import EngineStats
+
+BOARD = "stats.board"
+SIZE_BYTES = 256 << 10  # a sampled step of thousands of blocks
+PERIOD_S = 0.05
+LOOKS = 5
+_HEAD = struct.Struct("<QII")
+_NOBODY = 0
+
+
+class Board:
+    """The engine's side: `offer` writes at most every `PERIOD_S`, `show` at once."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._map = _mapped(Path(path), write=True)
+        self._shown_s = 0.0
+
+    def offer(self, stats: Callable[[], EngineStats]) -> None:
+        """Writes what `stats` returns if the last time is long enough ago; else it is not even called."""
+        if time.monotonic() - self._shown_s >= PERIOD_S:
+            self.show(stats())
+
+    def show(self, stats: EngineStats) -> None:
+        payload = msgspec.msgpack.encode(stats)
+        if len(payload) > SIZE_BYTES - _HEAD.size:
+            payload = msgspec.msgpack.encode(msgspec.structs.replace(stats, sample=None))
+        self._map[_HEAD.size : _HEAD.size + len(payload)] = payload
+        _HEAD.pack_into(self._map, 0, os.getpid(), len(payload), zlib.crc32(payload))
+        self._shown_s = time.monotonic()
+
+    def close(self) -> None:
+        """Nothing that stands there is true any more."""
+        _HEAD.pack_into(self._map, 0, _NOBODY, 0, 0)
+        self._map.close()
+
+
+class BoardReader:
+    """The other side; `path` need not exist yet."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._map: mmap.mmap | None = None
+        self._inode = 0
+
+    def read(self) -> EngineStats | None:
+        """What was written last by an engine that lives; None without one, and for what another version wrote."""
+        board = self._open()
+        if board is None:
+            return None
+        for _ in range(LOOKS):
+            process, length, check = _HEAD.unpack_from(board, 0)
+            if process == _NOBODY or not psutil.pid_exists(process):
+                return None
+            payload = board[_HEAD.size : _HEAD.size + min(length, SIZE_BYTES)]
+            if zlib.crc32(payload) == check:
+                try:
+                    return msgspec.msgpack.decode(payload, type=EngineStats)
+                except msgspec.MsgspecError:
+                    return None
+        return None
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _open(self) -> mmap.mmap | None:
+        """The file as it is named now: an engine that was started again made another."""
+        try:
+            inode = self.path.stat().st_ino
+            if self._map is None or inode != self._inode:
+                self.close()
+                self._map, self._inode = _mapped(self.path, write=False), inode
+        except (OSError, ValueError):  # absent, or too short to be one
+            self.close()
+        return self._map
+
+
+def open_board(directory: str | os.PathLike[str] | None) -> Board | None:
+    """A board in a host's directory; None where there is no directory, or no room in it: readings then come by HTTP."""
+    if directory is None:
+        return None
+    try:
+        return Board(Path(directory) / BOARD)
+    except OSError:
+        return None
+
+
+def _mapped(path: Path, write: bool) -> mmap.mmap:
+    """The file's bytes; one that is written is made anew, for this user alone."""
+    if not write:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
+        file.write(bytes(SIZE_BYTES))  # a disk that is full says so here, not when a page is written
+        file.flush()
+        return mmap.mmap(file.fileno(), SIZE_BYTES)
