@@ -165,8 +165,7 @@ class ExpertCache:
             own = [_at(piece, f"{piece.storage}.{expert}") for piece in self._pieces[site, expert]]
             zero_padding(own, described[-len(self._sites[site]) :], storages)
             pieces += own
-        self._pool.wait()
-        filling = Filling(self._checkpoint, described, pieces, storages, self._device)
+        filling = Filling(self._checkpoint, described, pieces, storages, self._device, self._pool)
         try:
             ahead_bytes = (self._staging_bytes or STAGING_BYTES) // 2
             for _, nbytes in filling.carry_out(self._threads, ahead_bytes=ahead_bytes):

@@ -135,13 +135,14 @@ def load(
         assert (reserved.nbytes, device.type) == (nbytes, "cpu"), "memory for something else"
         pool = Pool.over(reserved, "weights")
     storages = {storage.name: _allocate(pool, storage, device) for storage in pieces.storages}
-    filling = Filling(checkpoint, pieces.storages, pieces.pieces, storages, device)
-    started_s, waited_s, done = time.perf_counter(), pool.waited_s, 0
+    filling = Filling(checkpoint, pieces.storages, pieces.pieces, storages, device, pool)
+    started_s, waited_s, done, whole = time.perf_counter(), pool.waited_s, 0, 0
     try:
-        for layer, nbytes in filling.carry_out(threads, cancel, pool, by_layer=by_layer):
+        for layer, nbytes in filling.carry_out(threads, cancel, by_layer=by_layer):
             done += nbytes
             if progress is not None:
-                progress(LoadProgress(layer, done, filling.read_bytes, time.perf_counter() - started_s))
+                whole = whole or filling.read_bytes  # while readers are at it
+                progress(LoadProgress(layer, done, whole, time.perf_counter() - started_s))
         pool.wait()
     except BaseException:
         pool.stop()
@@ -173,13 +174,16 @@ class Filling:
         pieces: Sequence[Piece],
         storages: Mapping[str, Tensor],
         device: torch.device,
+        pool: Pool | None = None,
     ) -> None:
+        """`pool`: what the storages are taken from; what of it is not backed yet is, as it is written to."""
         self.params = {piece.param: _place(storages, piece) for piece in pieces}
         self._checkpoint = checkpoint
         self._pieces = pieces
         self._storages = storages
         self._layer_of = {storage.name: storage.layer for storage in described}
-        self._placing = Placing(checkpoint, self.params, device)
+        self._pool = pool
+        self._placing = Placing(checkpoint, self.params, device, pool)
 
     @property
     def read_bytes(self) -> int:
@@ -206,25 +210,25 @@ class Filling:
         self,
         threads: int | None = None,
         cancel: threading.Event | None = None,
-        pool: Pool | None = None,
         ahead_bytes: int = AHEAD_BYTES,
         by_layer: bool = False,
     ) -> Iterator[tuple[int, int]]:
-        """Read all pieces in order; (layer, bytes read) of one batch of them after the other.
-
-        With `pool`, nothing is read into memory of it that is not backed yet.
-        """
-        jobs = self._jobs(pool, min(JOB_BYTES, ahead_bytes), by_layer)
-        for job in read_jobs(jobs, self._checkpoint.source, threads, cancel=cancel, ahead_bytes=ahead_bytes):
+        """Read all pieces in order; (layer, bytes read) of one batch of them after the other."""
+        source, provide = self._checkpoint.source, None
+        if self._pool is not None:
+            self._pool.take_over()
+            provide = self._pool.provide
+        jobs = self._jobs(min(JOB_BYTES, ahead_bytes), by_layer)
+        for job in read_jobs(jobs, source, threads, cancel=cancel, ahead_bytes=ahead_bytes, provide=provide):
             layer, finishes = job.payload
             for finish in finishes:
                 finish()
             yield layer, job.nbytes
 
-    def _jobs(self, pool: Pool | None, most_bytes: int, by_layer: bool) -> Iterator[Job]:
+    def _jobs(self, most_bytes: int, by_layer: bool) -> Iterator[Job]:
         """Steps in order, small ones together, with the last one's layer and what is to be done once they are read.
 
-        Staging memory is reserved when a job is taken, which is when the memory that its pieces go to is backed.
+        Staging memory is reserved when a job is taken.
         """
         batch: list[Step] = []
         size, layer = 0, 0
@@ -234,8 +238,6 @@ class Filling:
                 if batch and (crosses or size + step.nbytes > most_bytes):
                     yield _job(batch, layer)
                     batch, size = [], 0
-                if pool is not None:
-                    pool.wait(self._storages[piece.storage])
                 batch.append(step)
                 size += step.nbytes
                 crosses = False

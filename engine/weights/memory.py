@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import time
@@ -56,6 +57,8 @@ class Pool:
         self.name = name
         self._data_N = data_N
         self._pages = pages
+        self._start = data_N.data_ptr()
+        self._bytes = memoryview(b"") if pages is None else memoryview(pages.area)[pages.start :]
         self._reserve_s = reserve_s
         self._taken_bytes = 0
 
@@ -74,7 +77,7 @@ class Pool:
         """Reserve `nbytes`; with `populate` every page is backed now, by `threads` threads (default: torch's).
 
         Without `wait` this returns at once and pages are backed in the background, from the start of the pool to its
-        end (see `wait`); without `populate` a page is backed when it is first written to. On CPUs the range is
+        end (see `wait` and `take_over`); without `populate` a page is backed when it is first written to. On CPUs the range is
         anonymous memory that starts on a huge page and asks for them (`madvise(MADV_HUGEPAGE)`); `report()` tells
         whether they were given. Where they take longer than `slow_huge_page_s` each, the rest is backed by small pages
         until `join_pages` or the kernel itself joins them. Elsewhere it is one allocation of torch. Contents are zero
@@ -106,8 +109,31 @@ class Pool:
     def wait(self, tensor: torch.Tensor | None = None) -> None:
         """Return when every page up to the end of `tensor` (None: of the pool) is backed."""
         if self._pages is not None:
-            end = None if tensor is None else tensor.data_ptr() + tensor.nbytes - self._data_N.data_ptr()
-            self._pages.wait(end)
+            self._pages.wait(None if tensor is None else self._offset(tensor) + tensor.nbytes)
+
+    def take_over(self) -> None:
+        """Back no more pages in the background: whoever writes to them calls `provide` before."""
+        if self._pages is not None:
+            self._pages.take_over()
+
+    def provide(self, target: torch.Tensor | memoryview) -> None:
+        """Have the pages of a tensor of this pool, or of its bytes, backed now; nothing for memory of elsewhere."""
+        if self._pages is None:
+            return
+        if isinstance(target, memoryview):
+            start = ctypes.addressof(ctypes.c_char.from_buffer(target)) - self._pages.address if target.nbytes else 0
+        else:
+            start = self._offset(target)
+        if 0 <= start < self._pages.nbytes:
+            self._pages.provide(start, start + target.nbytes)
+
+    def bytes_of(self, tensor: torch.Tensor) -> memoryview:
+        """The memory of a contiguous tensor of this pool, to be read into; as `writable_bytes`, and much quicker."""
+        if self._pages is None or not tensor.nbytes:
+            return writable_bytes(tensor)
+        start = self._offset(tensor)
+        assert 0 <= start <= self.reserved_bytes - tensor.nbytes, "not a tensor of this pool"
+        return self._bytes[start : start + tensor.nbytes]
 
     @property
     def waited_s(self) -> float:
@@ -176,6 +202,9 @@ class Pool:
         assert 0 <= self._taken_bytes <= self.reserved_bytes
         assert self._taken_bytes % ALIGNMENT_BYTES == 0
         assert self._data_N.data_ptr() % ALIGNMENT_BYTES == 0
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() - self._start
 
     def _huge_pages(self) -> tuple[int | None, str | None]:
         if self.device.type != "cpu":

@@ -10,7 +10,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from weakref import ref
 
@@ -22,6 +22,7 @@ HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 32 << 20  # smaller ranges are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
 LAST_PAGES = 4  # that tell the pace
+NOT_BEGUN, BEGUN, DONE = range(3)
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
 
@@ -29,7 +30,9 @@ MADV_COLLAPSE = 25  # Linux 6.1
 class Pages:
     """A range of zeroed memory that starts on a huge page; threads of its own back it from its start to its end.
 
-    The memory goes back when the last view of `area` is gone. `reason` says why huge pages were not waited for.
+    Whoever is about to write to it may take over from them (`take_over`) and have what is missing backed where and when
+    it is needed (`provide`), by the thread that writes to it: what was just zeroed is still in its cache. The memory
+    goes back when the last view of `area` is gone. `reason` says why huge pages were not waited for.
     """
 
     def __init__(self, nbytes: int, name: str, huge_pages: bool = True) -> None:
@@ -48,15 +51,16 @@ class Pages:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.area))
         self.start = HUGE_PAGE_BYTES - address % HUGE_PAGE_BYTES
         self.reason: str | None = None
-        self.backing_s = 0.0  # from the first page asked for to the last one given
-        self.waited_s = 0.0  # of it, what callers of `wait` stood still
-        self._address = address + self.start
+        self._backing_s = self._stood_s = self._provided_s = 0.0
+        self._writers: set[int] = set()  # threads that had to have pages backed
+        self.address = address + self.start
         self._madvise = madvise()
         self._changed = threading.Condition()
         self._workers: list[threading.Thread] = []
-        self._frontier = 0
-        self._apart: dict[int, int] = {}  # blocks done beyond the frontier: start -> end
-        self._stop = False
+        self._blocks = bytearray(-(-self.length // HUGE_PAGE_BYTES))  # of each: NOT_BEGUN, BEGUN, DONE
+        self._next_block = self._frontier = 0  # in order: the first that may not be begun, the first that is not done
+        self._pace = _Pace(SLOW_HUGE_PAGE_S)
+        self._is_taken_over = self._stop = False
         self._ask_for_huge(huge_pages)
 
     def back(self, threads: int = 1, slow_huge_page_s: float = SLOW_HUGE_PAGE_S) -> None:
@@ -65,35 +69,67 @@ class Pages:
         Where huge pages take longer than `slow_huge_page_s` each, the rest is backed by small ones.
         """
         assert not self._workers, "backing has begun already"
-        blocks, pace, started_s = self._blocks(), _Pace(slow_huge_page_s), time.perf_counter()
+        self._pace = _Pace(slow_huge_page_s)
+        started_s = time.perf_counter()
         # Making a thread needs the lock on the address space that backing pages holds: all are there before any begins.
         ready = threading.Barrier(threads)
 
         def work() -> None:
             ready.wait()
-            while (block := self._next(blocks, pace)) is not None:
-                before_s = time.thread_time()
-                self._back(*block)
-                pace.took(time.thread_time() - before_s, block[1])
-                self._done(*block)
-            self._leave(pace, started_s)
+            while (block := self._next()) is not None:
+                self._back_block(block)
+            with self._changed:
+                self._backing_s = max(self._backing_s, time.perf_counter() - started_s)
 
         self._workers = [threading.Thread(target=work, name=f"pages-{n}", daemon=True) for n in range(threads)]
         for worker in self._workers:
             worker.start()
 
+    @property
+    def waited_s(self) -> float:
+        """For how long callers of `wait` stood still, and those of `provide` on average."""
+        return self._stood_s + self._provided_s / max(1, len(self._writers))
+
+    @property
+    def backing_s(self) -> float:
+        """How long backing took: in the background, from the first page to the last, and then in `provide`."""
+        return self._backing_s + self._provided_s / max(1, len(self._writers))
+
+    def take_over(self) -> None:
+        """The threads of `back` end after the page each is at; callers of `provide` have the rest backed."""
+        with self._changed:
+            self._is_taken_over = True
+            self._changed.notify_all()
+
+    def provide(self, start: int, stop: int) -> None:
+        """Have bytes [start, stop) of the range backed by the time this returns, here and now where nobody is at it.
+
+        For use after `take_over`; at once without `back`, and after `stop`.
+        """
+        first, last = start // HUGE_PAGE_BYTES, min(-(-stop // HUGE_PAGE_BYTES), len(self._blocks))
+        if not self._workers or self._is_done(first, last):
+            return
+        started_s = time.perf_counter()
+        self._complete(first, last)
+        with self._changed:
+            self._provided_s += time.perf_counter() - started_s
+            self._writers.add(threading.get_ident())
+
     def wait(self, nbytes: int | None = None) -> None:
         """Return when the first `nbytes` (all of it: None) are backed, or `stop` was called; at once without `back`."""
         if not self._workers:
             return
-        wanted, started_s = self.length if nbytes is None else min(nbytes, self.length), time.perf_counter()
-        if self._frontier < wanted:
-            with self._changed:
-                self._changed.wait_for(lambda: self._frontier >= wanted or self._stop)
-            self.waited_s += time.perf_counter() - started_s
+        wanted = self.length if nbytes is None else min(nbytes, self.length)
+        last, started_s = -(-wanted // HUGE_PAGE_BYTES), time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._frontier >= last or self._stop or self._is_taken_over)
+        if self._frontier < last:
+            self._complete(0, last)
+        self._stood_s += time.perf_counter() - started_s
         if wanted == self.length:
             for worker in self._workers:
                 worker.join()
+            self._conclude()
 
     def stop(self) -> None:
         """Back no more pages; what is backed stays."""
@@ -105,44 +141,78 @@ class Pages:
 
     def join_page(self, offset: int) -> bool:
         """Have the system put a huge page in the place of small ones at `offset`; False if it never will."""
-        failed = self._madvise(self._address + offset, HUGE_PAGE_BYTES, MADV_COLLAPSE) != 0
+        failed = self._madvise(self.address + offset, HUGE_PAGE_BYTES, MADV_COLLAPSE) != 0
         return not self._stop and not (failed and ctypes.get_errno() == errno.EINVAL)
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        for offset in range(0, self.length, HUGE_PAGE_BYTES):
-            yield offset, min(HUGE_PAGE_BYTES, self.length - offset)
-
-    def _next(self, blocks: Iterator[tuple[int, int]], pace: _Pace) -> tuple[int, int] | None:
+    def check(self) -> None:
+        """Assert what always holds between calls."""
         with self._changed:
-            if self._stop:
+            assert self._is_done(0, self._frontier), "a page counts as backed that is not"
+            assert NOT_BEGUN not in self._blocks[: self._next_block], "a page was passed over"
+
+    def _complete(self, first: int, last: int) -> None:
+        """Back what nobody is at, wait for what others are."""
+        for block in range(first, last):
+            if self._begin(block):
+                self._back_block(block)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop or self._is_done(first, last))
+
+    def _is_done(self, first: int, last: int) -> bool:
+        return self._blocks.count(DONE, first, last) == last - first
+
+    def _next(self) -> int | None:
+        """The next block for a thread of ours."""
+        with self._changed:
+            if self._stop or self._is_taken_over:
                 return None
-            if pace.turns_slow():
-                self._ask_for_huge(False)
-            return next(blocks, None)
+            block = self._blocks.find(NOT_BEGUN, self._next_block)
+            if block < 0:
+                return None
+            self._blocks[block], self._next_block = BEGUN, block + 1
+            return block
 
-    def _done(self, offset: int, nbytes: int) -> None:
+    def _begin(self, block: int) -> bool:
         with self._changed:
-            self._apart[offset] = offset + nbytes
-            while self._frontier in self._apart:
-                self._frontier = self._apart.pop(self._frontier)
+            if self._stop or self._blocks[block] != NOT_BEGUN:
+                return False
+            self._blocks[block] = BEGUN
+            return True
+
+    def _back_block(self, block: int) -> None:
+        with self._changed:
+            if self._pace.turns_slow():
+                self._ask_for_huge(False)
+        offset = block * HUGE_PAGE_BYTES
+        nbytes = min(HUGE_PAGE_BYTES, self.length - offset)
+        before_s = time.thread_time()
+        self._back(offset, nbytes)
+        self._pace.took(time.thread_time() - before_s, nbytes)
+        with self._changed:
+            self._blocks[block] = DONE
+            while self._frontier < len(self._blocks) and self._blocks[self._frontier] == DONE:
+                self._frontier += 1
             self._changed.notify_all()
 
-    def _leave(self, pace: _Pace, started_s: float) -> None:
-        """What the last worker says: how long it took, and whether huge pages were given up."""
+    def _conclude(self) -> None:
+        """What is said once all is backed: whether huge pages were given up."""
         with self._changed:
-            self.backing_s = time.perf_counter() - started_s
-            if pace.is_slow and self.reason is None:
+            if self._pace.is_slow and self.reason is None:
                 self._ask_for_huge(True)  # the kernel may join small pages when it sees to it
                 self.reason = (
-                    f"the system took {pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are used "
-                    "for now; join_pages joins them"
+                    f"the system took {self._pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are "
+                    "used for now; join_pages joins them"
                 )
 
     def _back(self, offset: int, nbytes: int) -> None:
-        if self._madvise(self._address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
-            view = memoryview(self.area)
-            for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
-                view[page] = 0
+        if self._madvise(self.address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
+            self._touch(offset, nbytes)
+
+    def _touch(self, offset: int, nbytes: int) -> None:
+        """Write to every page what is in it."""
+        view = memoryview(self.area)
+        for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
+            view[page] = view[page]
 
     def _ask_for_huge(self, wanted: bool) -> None:
         if hasattr(mmap, "MADV_HUGEPAGE"):

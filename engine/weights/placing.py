@@ -19,7 +19,7 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.cover import Run, cover, is_whole
 from firstlight.engine.weights.formats.grid import Axis, Box, Packed
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
-from firstlight.engine.weights.memory import aligned, writable_bytes
+from firstlight.engine.weights.memory import Pool, aligned, writable_bytes
 from firstlight.engine.weights.source import Region
 from firstlight.engine.weights.sources.base import Rows
 
@@ -57,10 +57,14 @@ class Step:
 class Placing:
     """The steps of a rank's pieces, in order. `places`: parameter -> the tensor that it fills."""
 
-    def __init__(self, checkpoint: Checkpoint, places: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, places: dict[str, Tensor], device: torch.device, pool: Pool | None = None
+    ) -> None:
+        """`pool`: what the places are memory of, if its pages are backed as they are written to."""
         self.checkpoint = checkpoint
         self.places = places
         self.device = device
+        self.pool = pool
 
     def steps(self, piece: Piece) -> Iterator[Step]:
         """What is to be done for a piece; nothing for an empty one."""
@@ -73,7 +77,8 @@ class Placing:
         run = cover(info, piece.region)
         same = STORED_DTYPES[info.dtype] == place.dtype and place.is_contiguous() and self.device.type == "cpu"
         if same and not piece.transpose and is_whole(info, piece.region, run):
-            yield Step(run.nbytes, lambda: (list(run.reads(info.file, writable_bytes(place))), _nothing), False)
+            bytes_of = writable_bytes if self.pool is None else self.pool.bytes_of
+            yield Step(run.nbytes, lambda: (list(run.reads(info.file, bytes_of(place))), _nothing), False)
             return
         yield from self._staged(piece, info, run)
 
@@ -103,9 +108,16 @@ class Placing:
     ) -> Callable[[], tuple[list[Read], Callable[[], None]]]:
         def begin() -> tuple[list[Read], Callable[[], None]]:
             reads, views = self._stage([(info, run)])
-            return reads, lambda: _copy(piece, cut(info, piece.region, run, views[0]), first, self.places[piece.param])
+            return reads, lambda: _copy(piece, cut(info, piece.region, run, views[0]), first, self._ready(piece))
 
         return begin
+
+    def _ready(self, piece: Piece) -> Tensor:
+        """The place of a piece, in memory that is there."""
+        place = self.places[piece.param]
+        if self.pool is not None:
+            self.pool.provide(place)
+        return place
 
     def _stage(self, wanted: list[tuple[TensorInfo, Run]]) -> tuple[list[Read], list[Tensor]]:
         """Staging memory for runs of tensors, and the reads that fill it."""
@@ -147,7 +159,7 @@ class Placing:
                     part.role: cut(info, region, run, view).to(self.device) for part, (info, run), region, view in parts
                 }
                 refuse_if_wrong(packed, stored)
-                _unpack(piece, packed, stored, box, where, self.places[piece.param])
+                _unpack(piece, packed, stored, box, where, self._ready(piece))
 
             return reads, finish
 

@@ -16,6 +16,7 @@ from firstlight.engine.weights.sources.base import ByteSource, OpenFile, ReadSha
 from firstlight.engine.weights.sources.local import LocalFiles
 
 Piece = tuple[str | os.PathLike[str], int, memoryview] | Rows
+Provide = Callable[[memoryview], None]  # has memory backed that is about to be written to
 
 CHUNKS_PER_THREAD = 4  # so that all threads end at about the same time
 MAX_BUFFERS = 512  # per read; Linux accepts 1,024
@@ -30,7 +31,10 @@ class Cancelled(FirstlightError):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Pieces (file, offset, writable contiguous memory) that are of use together; `payload` is the caller's own."""
+    """Pieces (file, offset, writable contiguous memory) that are of use together; `payload` is the caller's own.
+
+    `left` counts the reads that are still to end.
+    """
 
     pieces: Sequence[Piece]
     payload: Any = None
@@ -60,7 +64,11 @@ class _Read:
             return self.rows.target.nbytes
         return sum(nbytes for view, nbytes in self.buffers if view is not None)
 
-    def carry_out(self, scratch: memoryview) -> None:
+    def carry_out(self, scratch: memoryview, provide: Provide | None) -> None:
+        if provide is not None:
+            for view in [self.rows.target] if self.rows is not None else [one for one, _ in self.buffers]:
+                if view is not None:
+                    provide(view)
         if self.rows is not None:
             self.file.opened().read_rows(
                 self.rows.offset_bytes, self.rows.target, self.rows.span_bytes, self.rows.stride_bytes
@@ -136,16 +144,18 @@ def read_jobs(
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
     ahead_bytes: int = AHEAD_BYTES,
+    provide: Provide | None = None,
 ) -> Iterator[Job]:
     """Yield each job, in order, once all of its pieces are read; those behind it are being read meanwhile.
 
     The next job is taken from `jobs` only when fewer than `ahead_bytes` are being read or wait to be taken by the
     caller, so a generator may reserve memory for it then. `threads` None: as many reads in flight as suit the source.
+    `provide` is called by a reader for memory that it is about to fill.
 
     Raises `Refused` as `read_pieces` does, and `Cancelled` when `cancel` is set. Whatever ends it, no reader is left
     and every file is closed.
     """
-    readers = _Readers(source, threads)
+    readers = _Readers(source, threads, provide, tells=progress is not None)
     waiting: deque[Job] = deque()
     coming: Iterator[Job] | None = iter(jobs)
     in_hand = 0
@@ -160,7 +170,7 @@ def read_jobs(
                     break
                 waiting.append(job)
                 in_hand += job.nbytes
-                readers.add(job)
+                readers.add(job, in_hand)
             if not waiting:
                 return
             while waiting[0].left:
@@ -168,6 +178,7 @@ def read_jobs(
                 if progress is not None:
                     progress(count)
             done = waiting.popleft()
+            readers.forget(done)
             yield done
             in_hand -= done.nbytes
     finally:
@@ -177,23 +188,30 @@ def read_jobs(
 class _Readers:
     """Threads that carry out reads in the order they were added; the first failure is raised where it is waited for."""
 
-    def __init__(self, source: ByteSource, threads: int | None) -> None:
+    def __init__(self, source: ByteSource, threads: int | None, provide: Provide | None, tells: bool) -> None:
+        """`tells`: every read is told of when it ends; else jobs alone, so that nobody is woken in between."""
         assert threads is None or threads >= 1, threads
         self._source = source
         self._threads = threads
+        self._provide = provide
+        self._tells = tells
         self._workers: list[threading.Thread] = []
         self._todo: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Read | BaseException] = queue.SimpleQueue()
-        self._files: dict[int, _SharedFile] = {}
+        self._files: dict[int, list[_SharedFile]] = {}
+        self._counting = threading.Lock()
         self._stop = threading.Event()
 
-    def add(self, job: Job) -> None:
-        """Plan a job's reads and let them be carried out, by as many readers as suit the source by now."""
+    def add(self, job: Job, in_hand_bytes: int) -> None:
+        """Plan a job's reads and let them be carried out, by as many readers as suit the source by now.
+
+        They are the larger the more is in hand, this job included.
+        """
         threads = self._threads or self._source.shape.in_flight
-        reads = list(_plan(job, self._source, threads))
+        reads = list(_plan(job, self._source, in_hand_bytes // (threads * CHUNKS_PER_THREAD)))
         job.left = len(reads)
+        self._files[id(job)] = list({id(read.file): read.file for read in reads}.values())
         for read in reads:
-            self._files[id(read.file)] = read.file
             self._todo.put(read)
         wanted = min(threads, len(self._workers) + len(reads))
         while len(self._workers) < wanted:
@@ -212,10 +230,13 @@ class _Readers:
                 continue
             if isinstance(result, BaseException):
                 raise result
-            result.job.left -= 1
-            if not result.file.reads_left:
-                self._files.pop(id(result.file), None)
+            if self._tells:
+                result.job.left -= 1
             return result.nbytes
+
+    def forget(self, job: Job) -> None:
+        """A job that is done has no file open any longer."""
+        del self._files[id(job)]
 
     def close(self) -> None:
         """Stop all readers after the request each is at, and close what is open."""
@@ -224,24 +245,33 @@ class _Readers:
             self._todo.put(None)
         for worker in self._workers:
             worker.join()
-        for file in self._files.values():
+        for file in (one for files in self._files.values() for one in files):
             file.close()
 
     def _work(self) -> None:
         scratch = memoryview(bytearray(self._source.shape.gap_bytes))
         while (read := self._todo.get()) is not None and not self._stop.is_set():
             try:
-                read.carry_out(scratch)
-                self._done.put(read)
+                read.carry_out(scratch, self._provide)
+                if self._is_told(read.job):
+                    self._done.put(read)
             except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
                 self._done.put(error)
                 return
 
 
-def _plan(job: Job, source: ByteSource, threads: int) -> Iterator[_Read]:
+    def _is_told(self, job: Job) -> bool:
+        """Whether the end of one of its reads is told."""
+        if self._tells:
+            return True
+        with self._counting:
+            job.left -= 1
+            return job.left == 0
+
+
+def _plan(job: Job, source: ByteSource, share_bytes: int) -> Iterator[_Read]:
     """Order pieces by file and offset, cut large ones into chunks and join neighbours into one read."""
     shape = source.shape
-    share_bytes = job.nbytes // (threads * CHUNKS_PER_THREAD)
     chunk_bytes = min(shape.chunk_bytes, max(shape.smallest_bytes, share_bytes))
     chunks: list[tuple[str, int, memoryview]] = []
     for piece in job.pieces:

@@ -214,9 +214,8 @@ class LayerStream:
 
     def _fetch(self, layer: int, slot: int) -> int:
         storages, pieces = self._views(layer, slot), self._pieces[layer]
-        self._pool.wait(self._slots[slot])
         zero_padding(pieces, self._storages[layer], storages)
-        filling = Filling(self._checkpoint, self._storages[layer], pieces, storages, self._device)
+        filling = Filling(self._checkpoint, self._storages[layer], pieces, storages, self._device, self._pool)
         ahead = STAGING_BYTES // 2
         return sum(nbytes for _, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes=ahead))
 

@@ -15,7 +15,7 @@ SIZE = 64 << 20
 
 
 def backed(pages: Pages) -> int:
-    found = backed_bytes(pages._address, pages.nbytes)
+    found = backed_bytes(pages.address, pages.nbytes)
     assert found is not None
     return found
 
@@ -87,7 +87,7 @@ def test_slow_huge_pages_are_given_up_after_a_few_and_said() -> None:
 def test_an_area_starts_on_a_huge_page_and_sizes_are_those_of_tensors() -> None:
     pages = reserve([1, 64, 65], threads=1)
     pages.wait()
-    assert pages._address % HUGE_PAGE_BYTES == 0
+    assert pages.address % HUGE_PAGE_BYTES == 0
     assert pages.nbytes == aligned(1) + aligned(64) + aligned(65) == 256
 
 
