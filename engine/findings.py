@@ -18,6 +18,7 @@ CODES: dict[str, str] = {
     "truncated-shard": "a shard is shorter than its header says",
     "read-failed": "the system could not read a part of a file",
     "changed-file": "a file changed while it was being read",
+    "differing-copies": "hosts that share a model hold different copies of its checkpoint",
     "manifest-mismatch": "a tensor or side file is not that of the manifest it is held against",
     "odd-scale": "a tensor is all zero or far larger or smaller than the same tensor of other layers",
     "trailing-bytes": "a shard is longer than its header says",
@@ -30,6 +31,7 @@ CODES: dict[str, str] = {
     "side-file-invalid": "a file beside the weights cannot be read",
     "tokenizer-class": "a tokenizer class changes what tokenizer.json says, or is not known",
     "class-default": "a constant of the processor comes from its class, not from a file",
+    "generation-default": "generation_config.json asks for a way of choosing tokens that answers here do without",
     "control-token": "a prompt spells a control token",
     # account of tensors and parameters
     "missing-tensor": "a parameter has no tensor to come from",
@@ -46,6 +48,7 @@ CODES: dict[str, str] = {
     "unsupported-format": "a storage format that cannot be read",
     "config-invalid": "a configuration key is missing or has an impossible value",
     "unread-config-key": "a configuration key that nothing reads",
+    "filled-in": "figures rest on values that the published copy of a configuration lacks",
     "no-positions": "the model has no positional encoding",
     "remote-code": "the checkpoint brings code; it was not run",
     "fallback": "no family is native to the architecture: the reference's own modules compute, on one rank",
@@ -114,6 +117,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: a name from a file system may hold bytes that are no text."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def fatal(code: str, message: str, **fields: object) -> Finding:

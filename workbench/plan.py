@@ -25,6 +25,7 @@ from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench import fallback_rungs
+from firstlight.workbench.facts import completed, filled_in, shipped
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.resident import resident_finding
 from firstlight.workbench.side_files import absent_side_files
@@ -56,7 +57,7 @@ def plan(
     name, config = read_config(source)
     draft = Draft("plan", name)
     spec, matcher = FAMILIES.describe(config)
-    draft.find(spec.findings)
+    draft.find(filled_in(config) + spec.findings)
     if isinstance(spec, ForeignSpec):
         return fallback_rungs.planned(draft, str(source), spec, cluster, mesh, headroom)
     if (home := Path(source).expanduser()).is_dir():
@@ -95,11 +96,11 @@ def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     if path.is_dir():
         return path.resolve().name, _read(path, "config.json")
     if path.is_file():
-        return path.stem, _read(path.parent, path.name)
+        return path.stem, completed(_read(path.parent, path.name))
+    name = path.name.removesuffix(".json")
+    if (known := shipped(name)) is not None:
+        return name, completed(known)
     known = resources.files("firstlight.data").joinpath("models")
-    shipped = known.joinpath(f"{path.name.removesuffix('.json')}.json")
-    if shipped.is_file():
-        return path.name.removesuffix(".json"), dict(msgspec.json.decode(shipped.read_bytes()))
     names = sorted(entry.name.removesuffix(".json") for entry in known.iterdir() if entry.name.endswith(".json"))
     raise Refused(
         fatal(

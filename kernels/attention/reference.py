@@ -39,7 +39,7 @@ def attention(
     uses key head n // (N / K). Logits are q.k * scale, then softcap * tanh(logit / softcap) where given (Gemma 2),
     then the mask: a key at or before the query and, with a window, less than `window` positions before it. `sinks_N`
     [N] joins each softmax as one more logit that has no value (GPT-OSS). All in float32, rounded once. Vaswani et
-    al., arXiv:1706.03762; GQA: arXiv:2305.13245. Not covered: ALiBi; other masks: `selective_attention`.
+    al., arXiv:1706.03762; GQA: arXiv:2305.13245. Not covered: ALiBi and other masks: `selective_attention`.
     """
     seen = [visible(q, kv, window, q_TND.device) for q, kv in zip(meta.query_lens, meta.kv_lens, strict=True)]
     return selective_attention(q_TND, k_cache_PKSD, v_cache_PKSV, meta, scale, seen, softcap, sinks_N)
@@ -57,7 +57,8 @@ def selective_attention(
 ) -> Tensor:
     """Attend from each token to the keys of its sequence that `seen` selects, one bool [t, L] a sequence.
 
-    Otherwise as `attention`. Every token must see a key, unless there are sinks. For what no window says: chunks of
+    Where heads see different keys, [N, t, L]; in place of bools, float32 that is added to the logits, -inf for a key
+    that is not seen (ALiBi, arXiv:2108.12409). Otherwise as `attention`. Every token must see a key, unless there are sinks. For what no window says: chunks of
     positions (Llama 4), keys that an indexer chose (DeepSeek-V3.2, arXiv:2512.02556), spans seen in both directions.
     """
     outputs, start = [], 0
@@ -91,7 +92,10 @@ def _attend_one(
     logits_NtL = torch.einsum("tnd,nld->ntl", q_tND, k_NLD) * scale
     if softcap is not None:
         logits_NtL = softcap * torch.tanh(logits_NtL / softcap)
-    logits_NtL = logits_NtL.masked_fill(~seen_tL, float("-inf"))
+    if seen_tL.dtype == torch.bool:
+        logits_NtL = logits_NtL.masked_fill(~seen_tL, float("-inf"))
+    else:
+        logits_NtL = logits_NtL + seen_tL
     if sinks_N is not None:
         sink_Nt1 = sinks_N.float()[:, None, None].expand(-1, logits_NtL.shape[1], 1)
         weights_NtL = torch.cat((logits_NtL, sink_Nt1), dim=-1).softmax(dim=-1)[..., :-1]

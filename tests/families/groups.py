@@ -4,10 +4,10 @@ A group has `TINY` (name -> model; equality, plan and verify tests run all of th
 give what one rank gives) and `STEPPED` (names whose prompts are run again in chunks and single steps).
 """
 
-from tests.families import attention_kinds, moe_kinds, recurrent_kinds
+from tests.families import attention_kinds, chosen_kinds, moe_kinds, recurrent_kinds
 from tests.families.tiny import Tiny
 
-MODULES = (attention_kinds, recurrent_kinds, moe_kinds)
+MODULES = (attention_kinds, recurrent_kinds, moe_kinds, chosen_kinds)
 
 TINY: dict[str, Tiny] = {name: case for module in MODULES for name, case in module.TINY.items()}
 MESHES: dict[str, tuple[str, ...]] = {name: meshes for module in MODULES for name, meshes in module.MESHES.items()}

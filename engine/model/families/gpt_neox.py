@@ -1,12 +1,14 @@
-"""GPT-NeoX and Pythia, and Falcon: the rows of q, k and v stand together head by head; blocks mostly side by side."""
+"""GPT-NeoX and Pythia, Falcon, and BLOOM: the rows of q, k and v stand together head by head; blocks mostly side by side."""
 
 from typing import Any
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import PRE, activation, decoder, gqa, in_layers, layer_norm, mlp, rope
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.state_spaces import ENDLESS
 from firstlight.engine.model.rules import WeightRule, ignored, rule
-from firstlight.engine.model.spec import MLP, ModelSpec
+from firstlight.engine.model.spec import MLP, Alibi, ModelSpec
+from firstlight.engine.model.spec.alibi import slopes
 
 
 def _base(config: Config, base: float) -> None:
@@ -34,18 +36,21 @@ def _key_heads(config: Config) -> int:
 
 
 def _falcon(config: Config) -> ModelSpec:
-    config.only("alibi", False, default=False)
     config.only("apply_residual_connection_post_layernorm", False, default=False)
-    newer, parallel = bool(config.get("new_decoder_architecture", False)), bool(config.get("parallel_attn", True))
+    newer, biased = bool(config.get("new_decoder_architecture", False)), bool(config.get("alibi", False))
+    parallel = bool(config.get("parallel_attn", True))
     heads, bias = config.size("num_attention_heads"), bool(config.get("bias", False))
     _base(config, 10000.0)
+    for key in ("rope_parameters", "rope_theta", "rope_scaling") if biased else ():
+        config.get(key)  # there, but without effect
     size, key_heads = config.size("hidden_size") // heads, _key_heads(config)
     attention = gqa(
         config,
         num_kv_heads=key_heads,
         head_dim=size,
         scale=size**-0.5,
-        rope=rope(config, size),
+        rope=None if biased else rope(config, size),
+        alibi=Alibi(slopes=slopes(heads), scale=size**-0.5, narrow=True) if biased else None,
         fused=key_heads > 1,  # of one head the rows are simply q, k, v
         qkv_bias=bias,
         output_bias=bias,
@@ -66,8 +71,33 @@ def _falcon(config: Config) -> ModelSpec:
     return decoder(config, "falcon", lambda i: attention, lambda i: feed_forward, **values)
 
 
+def _bloom(config: Config) -> ModelSpec:
+    older = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    config.assume(**{ours: config.get(theirs) for ours, theirs in older.items() if theirs in config})
+    config.only("n_embed", config.size("hidden_size"), default=config.size("hidden_size"))
+    config.only("apply_residual_connection_post_layernorm", False, default=False)
+    for key in ("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "masked_softmax_fusion", "offset_alibi"):
+        config.get(key)  # how sums are ordered, or of code that is gone
+    hidden, norm = config.size("hidden_size"), layer_norm(config, "layer_norm_epsilon")
+    attention = gqa(
+        config,
+        fused=True,
+        rope=None,
+        alibi=Alibi(slopes=slopes(config.size("num_attention_heads"))),
+        qkv_bias=True,
+        output_bias=True,
+    )
+    feed_forward = MLP(intermediate=4 * hidden, activation="gelu_tanh", gated=False, bias=True)
+    values: dict[str, Any] = {"norm": norm, "embed_norm": norm, "tie_default": True, "max_positions": ENDLESS}
+    config.get("seq_length")  # what it was trained with; nothing ends there
+    return decoder(config, "bloom", lambda i: attention, lambda i: feed_forward, **values)
+
+
+READINGS = {"gpt_neox": _neox, "falcon": _falcon, "bloom": _bloom}
+
+
 def spec(config: Config) -> ModelSpec:
-    return _neox(config) if config.need("model_type") == "gpt_neox" else _falcon(config)
+    return READINGS[str(config.need("model_type"))](config)
 
 
 _T = "(gpt_neox.|transformer.|)"
@@ -83,6 +113,7 @@ _NAMES = {
 RULES = (
     rule(_T + "(embed_in|word_embeddings).weight", "embed.weight"),
     *(rule(f"{_T}(final_layer_norm|ln_f).{kind}", f"norm.{kind}") for kind in ("weight", "bias")),
+    *(rule(f"{_T}word_embeddings_layernorm.{kind}", f"embed_norm.{kind}") for kind in ("weight", "bias")),
     rule("(embed_out|lm_head).weight", "head.weight"),
     *in_layers(_NAMES, _L),
     ignored(_L + "attention.(bias|masked_bias|rotary_emb.inv_freq)", "mask and frequencies, computed"),
@@ -98,4 +129,4 @@ def one_key_head(config: Config) -> tuple[WeightRule, ...]:
     return tuple(rule(name + kind, *(f"{part}.{kind}" for part in parts)) for kind in ("weight", "bias"))
 
 
-FAMILY = Family(name="gpt_neox", model_types=("gpt_neox", "falcon"), spec=spec, rules=RULES, left_out=one_key_head)
+FAMILY = Family(name="gpt_neox", model_types=tuple(READINGS), spec=spec, rules=RULES, left_out=one_key_head)

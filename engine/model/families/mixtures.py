@@ -68,9 +68,9 @@ def mixture(config: Config, chooses: Router, width: str = "moe_intermediate_size
     values = {
         "num_experts": config.size(*EXPERTS),
         "intermediate": config.size(width),
-        "activation": activation(config),
         "router": chooses,
     }
+    fields = fields if "activation" in fields else {"activation": activation(config), **fields}
     moe = MoE(**{**values, **fields})
     for key in (*EXPERTS, *CHOSEN):
         config.get(key)  # one number under two names in some files

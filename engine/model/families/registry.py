@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +19,13 @@ from firstlight.engine.model.foreign import Foreign, ForeignSpec
 from firstlight.engine.model.rules import Matcher, Part, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
 
+_CLASS = re.compile(r"(\w+?)(ForCausalLM|ForConditionalGeneration|LMHeadModel)")
 HOMES: Mapping[str, str] = MappingProxyType(
     {  # one line a family: its file, and the model types that it answers to
         "apertus": "apertus",
         "axk1": "axk1",
         "bailing_hybrid": "bailing_hybrid",
+        "bailing_moe_v2": "bailing_moe_v2 bailing_moe",
         "bamba": "bamba",
         "cohere": "cohere cohere2",
         "cohere2_moe": "cohere2_moe",
@@ -42,7 +45,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "glm4_moe": "glm4_moe glm4v_moe_text",
         "glm4v": "glm4v glm4v_moe glm46v",
         "gpt2": "gpt2",
-        "gpt_neox": "gpt_neox falcon",
+        "gpt_neox": "gpt_neox falcon bloom",
         "gpt_oss": "gpt_oss",
         "granitemoe": "granitemoe granitemoeshared",
         "granitemoehybrid": "granitemoehybrid",
@@ -71,9 +74,11 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "mimo_v2_flash": "mimo_v2_flash",
         "minimax": "minimax",
         "minimax_m2": "minimax_m2",
+        "minimax_m3": "minimax_m3 minimax_m3_vl_text",
         "mistral": "mistral",
         "mistral3": "mistral3",
         "mixtral": "mixtral",
+        "mpt": "mpt",
         "nemotron": "nemotron",
         "nemotron_h": "nemotron_h",
         "olmo": "olmo olmo2 olmo3",
@@ -147,6 +152,26 @@ class Families(Mapping[str, Family]):
             )
         return self[model_type]
 
+    def _name(self, config: Config) -> None:
+        """A configuration that names its architecture's class alone gets the model type of that class, which is said."""
+        names = config.get("architectures")
+        whole = _CLASS.fullmatch(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+        if whole is None:
+            return
+        plain = {model_type.replace("_", ""): model_type for model_type in self}
+        name, kind = whole[1].replace("_", "").lower(), whole[2]
+        found = (plain.get(f"{name}text") if kind == "ForCausalLM" else None) or plain.get(name)
+        if found is None:
+            return
+        config.assume(model_type=found)
+        config.warn(
+            "config-invalid",
+            f"{config.where} names no model_type; its class {names[0]} is read as {found}",
+            expected="model_type",
+            found="absent",
+            next="state model_type in config.json",
+        )
+
     def fall_back(self, provider: Foreign | None) -> None:
         """What no family knows is asked of `provider` from now on; None: it is refused."""
         self.foreign = provider
@@ -161,9 +186,11 @@ class Families(Mapping[str, Family]):
 
         A `ForeignSpec`, and no rules, where another's modules compute.
         """
-        if (foreign := self._from_elsewhere(raw)) is not None:
-            return foreign, Matcher(())
         config = Config(raw)
+        if "model_type" not in config:
+            self._name(config)
+        if (foreign := self._from_elsewhere(config.raw)) is not None:
+            return foreign, Matcher(())
         family = self.of(config)
         spec = self._spec(family, config)
         rules = self._rules(family, config)
@@ -177,7 +204,7 @@ class Families(Mapping[str, Family]):
                     next="check that it does not change the mathematics; if it does, the family needs a block for it",
                 )
             )
-        if spec.layers and all(layer.rope is None for layer in spec.layers):
+        if spec.layers and not spec.learned_positions and not any(layer.knows_positions for layer in spec.layers):
             findings.append(note("no-positions", "NoPE: no layer has a positional encoding"))
         spec = msgspec.structs.replace(spec, findings=spec.findings + tuple(findings))
         return spec, Matcher(rules)

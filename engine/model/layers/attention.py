@@ -6,15 +6,19 @@ head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.division import write_cache
 from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.block_sparse import BlockIndexer, of_heads
 from firstlight.engine.model.layers.norm import QK_NORMS, Norm
 from firstlight.engine.model.layers.rope import angles
+from firstlight.engine.model.spec import Alibi, Temperature
 from firstlight.engine.model.spec import Attention as AttentionSpec
-from firstlight.engine.model.spec import Temperature
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.kernels.attention.reference import visible
 
@@ -38,18 +42,20 @@ class Attention:
         self._q_norm = norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
         self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
         self._v_norm = Norm(spec.v_norm, weights.into("v_norm")) if spec.v_norm else None
+        self._blocks = BlockIndexer(spec.blocks, weights.into("blocks")) if spec.blocks else None
         value_rows = 0 if spec.keys_as_values else spec.value_dim
-        rows, key_value = weights.tensor("qkv.weight").shape[0], spec.head_dim + value_rows
+        rows, key_value = weights.rows("qkv"), spec.head_dim + value_rows
         self._query_rows = (spec.head_dim, spec.value_dim if spec.gate == "query" else 0)
-        q_rows = weights.tensor("o.weight").shape[1] // spec.value_dim * sum(self._query_rows)
+        q_rows = weights.columns("o") // spec.value_dim * sum(self._query_rows)
         num_kv_heads = (rows - q_rows) // key_value
         self._rows = (q_rows, num_kv_heads * spec.head_dim, num_kv_heads * value_rows)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         q_TND, k_TKD, v_TKV, gate_TNV = self._projected(x_TH, batch)
-        k_cache, v_cache = cache
-        batch.ops.write_cache(k_TKD, v_TKV, k_cache, v_cache, batch.attention)
-        out_TNV = self._attend(q_TND, k_cache, v_cache, batch)
+        k_cache, v_cache = cache[:2]
+        write_cache(k_TKD, v_TKV, k_cache, v_cache, batch)
+        chosen = None if self._blocks is None else self._blocks(x_TH, batch, cache[2])
+        out_TNV = self._attend(q_TND, k_cache, v_cache, batch, chosen)
         if self.spec.v_scale != 1.0:
             out_TNV = out_TNV * self.spec.v_scale
         if gate_TNV is not None:
@@ -93,19 +99,33 @@ class Attention:
             return q_TND, k_TKD
         return self._q_norm(q_TND, batch.comms.tp), self._k_norm(k_TKD, batch.comms.tp)
 
-    def _attend(self, q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(
+        self, q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, chosen: list[Tensor] | None
+    ) -> Tensor:
+        spec, meta = self.spec, batch.attention
+        seen = self._seen(q_TND, batch, chosen)
+        if seen is None:
+            return batch.ops.attention(
+                q_TND, k_cache, v_cache, meta, spec.scale, spec.window, spec.softcap, self._sinks_N
+            )
+        return batch.ops.selective_attention(
+            q_TND, k_cache, v_cache, meta, spec.scale, seen, spec.softcap, self._sinks_N
+        )
+
+    def _seen(self, q_TND: Tensor, batch: ForwardBatch, chosen: list[Tensor] | None) -> Sequence[Tensor] | None:
+        """The keys that each token sees, where that is not all of its window."""
         spec, meta = self.spec, batch.attention
         if spec.whole_pictures and batch.groups is not None:
-            seen = with_pictures(meta, spec.window, batch.groups)
-            return batch.ops.selective_attention(
-                q_TND, k_cache, v_cache, meta, spec.scale, seen, spec.softcap, self._sinks_N
-            )
+            return with_pictures(meta, spec.window, batch.groups)
         if spec.chunk is not None and meta.max_kv_len > spec.chunk:
-            seen = in_chunks(meta, spec.chunk, q_TND.device)
-            return batch.ops.selective_attention(
-                q_TND, k_cache, v_cache, meta, spec.scale, seen, spec.softcap, self._sinks_N
-            )
-        return batch.ops.attention(q_TND, k_cache, v_cache, meta, spec.scale, spec.window, spec.softcap, self._sinks_N)
+            return in_chunks(meta, spec.chunk, q_TND.device)
+        local = q_TND.shape[1]
+        first = batch.comms.tp.index * local
+        if chosen is not None:
+            return of_heads(chosen, spec.num_heads, first, local)
+        if spec.alibi is not None:
+            return biased(meta, spec.window, spec.alibi, slice(first, first + local), q_TND.device)
+        return None
 
 
 def sharpened(q_TND: Tensor, temperature: Temperature, batch: ForwardBatch) -> Tensor:
@@ -113,6 +133,29 @@ def sharpened(q_TND: Tensor, temperature: Temperature, batch: ForwardBatch) -> T
     whole_T = torch.floor((batch.positions_T.float() + temperature.offset) / temperature.length)
     factor_T11 = (1.0 + temperature.strength * torch.log1p(whole_T))[:, None, None]
     return (q_TND * factor_T11).to(q_TND.dtype)
+
+
+def biased(
+    meta: AttentionMeta, window: int | None, alibi: Alibi, heads: slice, device: torch.device
+) -> tuple[Tensor, ...]:
+    """What the scores of each head of each sequence gain, float32 [N, t, L]; -inf for the keys that are not seen.
+
+    Biases count from the first key, as in releases' own code: a softmax does not tell that from a distance.
+    """
+    key = ("alibi", alibi, window, heads.start)
+    if key not in meta.memo:
+        slopes_N11 = torch.tensor(alibi.slopes[heads], device=device)[:, None, None]
+        bias_N1L = slopes_N11 * torch.arange(meta.max_kv_len, device=device)
+        if alibi.narrow:
+            bias_N1L = (slopes_N11.bfloat16() * torch.arange(meta.max_kv_len, device=device)).float()
+        meta.memo[key] = tuple(
+            (bias_N1L[..., :kv_len] * alibi.scale).masked_fill(
+                ~visible(query_len, kv_len, window, device), float("-inf")
+            )
+            for query_len, kv_len in zip(meta.query_lens, meta.kv_lens, strict=True)
+        )
+    found: tuple[Tensor, ...] = meta.memo[key]
+    return found
 
 
 def with_pictures(meta: AttentionMeta, window: int | None, groups: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.spec import ModelSpec
 
 
@@ -20,6 +21,7 @@ class TokenEmbedding:
         self._scales_pictures = spec.scales_pictures
         self._positions_PH = weights.maybe("positions.weight")
         self._position_offset = spec.position_offset
+        self._norm = Norm(spec.embed_norm, weights.into("embed_norm")) if spec.embed_norm else None
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         tp, rows = batch.comms.tp, self._weight_VH.shape[0]
@@ -39,7 +41,7 @@ class TokenEmbedding:
             x_TH[filled.start : filled.start + features_NH.shape[0]] = features_NH
         if self._positions_PH is not None:
             x_TH = x_TH + self._positions_PH[batch.positions_T + self._position_offset]
-        return x_TH
+        return x_TH if self._norm is None else self._norm(x_TH)
 
 
 class Head:

@@ -3,8 +3,10 @@
 No torch. Each block variant declares its own parameters and what it keeps per token, so a shape is stated once.
 """
 
+from firstlight.engine.model.spec.alibi import Alibi
 from firstlight.engine.model.spec.anyres import AnyRes, best_resolution, cut_away
 from firstlight.engine.model.spec.attention import Attention, Temperature
+from firstlight.engine.model.spec.block_sparse import BlockIndexer
 from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTensor
 from firstlight.engine.model.spec.chain import (
     ActivationStep,
@@ -43,11 +45,13 @@ __all__ = [
     "MLA",
     "MLP",
     "ActivationStep",
+    "Alibi",
     "AnyRes",
     "Attention",
     "AttentionResidual",
     "AxialRope",
     "Blend",
+    "BlockIndexer",
     "CacheSpec",
     "CacheTensor",
     "Chain",

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from firstlight.engine.model.spec.alibi import Alibi
+from firstlight.engine.model.spec.block_sparse import BlockIndexer
 from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
@@ -31,7 +33,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     ("head"), over each head with a weight per head ("heads"), or over all heads of a token together ("width"), in front
     of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of
     them, or those of its own `chunk` of positions; with `whole_pictures` also those behind it that are of the same
-    picture. With a `gate` what a head gives is multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by
+    picture; with `blocks` only those of the blocks that an indexer chooses for its head. With a `gate` what a head gives is multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by
     element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
     """
 
@@ -44,6 +46,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     fused: bool = False
     keys_as_values: bool = False
     rope: Rope | None = None
+    alibi: Alibi | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     clip: float | None = None
@@ -58,6 +61,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     sinks: bool = False
     causal: bool = True
     whole_pictures: bool = False
+    blocks: BlockIndexer | None = None
     gate: Literal["query", "own", "head"] | None = None
     gate_by: Literal["sigmoid", "softplus"] = "sigmoid"
 
@@ -91,6 +95,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
                 yield from self.qk_norm.parameters(scope.into(name), *shape, place=where)
         if self.v_norm is not None:
             yield from self.v_norm.parameters(scope.into("v_norm"), self.value_dim)
+        if self.blocks is not None:
+            yield from self.blocks.parameters(scope.into("blocks"))
 
     def _fused(self, scope: Scope) -> Iterator[Param]:
         place = Shard(0, self.num_kv_heads, unit_name="key/value heads, which are stored with their queries")
@@ -123,6 +129,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             kind,
             self.window and f"window {self.window:,}",
             self.chunk and f"chunks of {self.chunk:,}",
+            self.blocks and self.blocks.words(),
             self.v_dim and f"values of {self.v_dim}",
             self.softcap and f"softcap {self.softcap:g}",
             self.qk_norm and "QK-norm" + (" over all heads" if self.qk_norm_over == "width" else ""),
@@ -131,21 +138,24 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             self.gate and "output gate",
             not self.causal and "not causal",
             self.rope and self.rope.words(),
+            self.alibi and "ALiBi",
         )
         return ", ".join(part for part in parts if part)
 
     def operators(self) -> tuple[str, ...]:
         """Operators of kernels/ that a forward calls, beside linear and norms."""
-        over = "attention" if self.chunk is None else "selective_attention"
-        return (*(("rotary",) if self.rope else ()), over, "write_cache")
+        over = ("attention",) if self.chunk is None and self.alibi is None else ("selective_attention",)
+        over = ("attention", "selective_attention") if self.blocks else over
+        return (*(("rotary",) if self.rope else ()), *over, "write_cache")
 
     def cache(self) -> CacheSpec:
         if not self.causal:
             return CacheSpec()
+        tensors = tuple(
+            CacheTensor(name=name, heads=self.num_kv_heads, dim=dim, divided=True)
+            for name, dim in (("k", self.head_dim), ("v", self.value_dim))
+        )
         return CacheSpec(
-            tensors=tuple(
-                CacheTensor(name=name, heads=self.num_kv_heads, dim=dim, divided=True)
-                for name, dim in (("k", self.head_dim), ("v", self.value_dim))
-            ),
+            tensors=tensors if self.blocks is None else (*tensors, self.blocks.tensor()),
             window=self.window or self.chunk,
         )

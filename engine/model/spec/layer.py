@@ -96,6 +96,11 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The first mixer's rotary positions, if it has any."""
         return getattr(self.whole[0].mixer, "rope", None)
 
+    @property
+    def knows_positions(self) -> bool:
+        """Whether its first mixer rotates, or biases by distance."""
+        return self.rope is not None or getattr(self.whole[0].mixer, "alibi", None) is not None
+
     def cache(self) -> CacheSpec:
         """What the layer keeps of the sequences that run."""
         if not self.parts:

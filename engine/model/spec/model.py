@@ -25,6 +25,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `embed_scale` multiplies the embeddings of tokens and, with `scales_pictures`, the features in their places as well.
     `learned_positions` vectors, one a position, are added to the embedding; position 0 has number `position_offset`.
+    `embed_norm` stands behind all of that.
     """
 
     family: str
@@ -38,6 +39,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     scales_pictures: bool = False
     learned_positions: int = 0
     position_offset: int = 0
+    embed_norm: Norm | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
@@ -56,6 +58,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         found.append(scope.param("embed.weight", self.vocab_size, self.hidden, role="embedding", place=(Vocab(0),)))
         if self.learned_positions:
             found.append(scope.param("positions.weight", self.learned_positions, self.hidden, role="embedding"))
+        if self.embed_norm is not None:
+            found.extend(self.embed_norm.parameters(scope.into("embed_norm"), self.hidden))
         for index, layer in enumerate(self.layers):
             found.extend(layer.parameters(Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden)))
         last = msgspec.structs.replace(scope, layer=LAST_STAGE)
