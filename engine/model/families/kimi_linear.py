@@ -124,24 +124,21 @@ def spec(config: Config) -> ModelSpec:
 
 
 _A, _P = "(model.|)layers.{i}.self_attn.", "layers.{i}.mixer."
+_G = "(|forget_gate.)"  # where transformers keeps what the decay is made of
 DELTA_RULES = (
-    *(
-        rule(f"{_A}(forget_gate.|){part}_proj.weight", f"{_P}{part}.weight")
-        for part in ("k", "v", "b", "g", "g_a", "g_b", "f_a", "f_b")
-    ),
+    *(rule(f"{_A}{part}_proj.weight", f"{_P}{part}.weight") for part in ("k", "v", "b", "g", "g_a", "g_b")),
     *(rule(f"{_A}{part}_conv1d.weight", f"{_P}conv.{part}.weight") for part in "qkv"),
     rule(_A + "conv1d.weight", *(f"{_P}conv.{part}.weight" for part in "qkv")),
-    rule(_A + "(forget_gate.|)A_log", _P + "decay"),
-    rule(_A + "(forget_gate.|)dt_bias", _P + "dt_bias"),
+    *(rule(f"{_A}{_G}{part}_proj.weight", f"{_P}{part}.weight") for part in ("f_a", "f_b")),
+    rule(f"{_A}{_G}A_log", _P + "decay"),
+    rule(f"{_A}{_G}dt_bias", _P + "dt_bias"),
     rule(_A + "o_norm.weight", _P + "norm.weight"),
 )
-_F = "(model.|)layers.{i}.(mlp|block_sparse_moe)."
+_PARTS = ("gate", "up", "down")
+_F, _D = "(model.|)layers.{i}.(block_sparse_moe|mlp).", "(model.|)layers.{i}.(mlp|block_sparse_moe)."
 MIXTURE_RULES = (
-    *(rule(f"{_F}{part}_proj.weight", f"layers.{{i}}.ffn.{part}.weight") for part in ("gate", "up", "down")),
-    *(
-        rule(f"{_F}shared_experts.{part}_proj.weight", f"layers.{{i}}.ffn.shared.{part}.weight")
-        for part in ("gate", "up", "down")
-    ),
+    *(rule(f"{_D}{part}_proj.weight", f"layers.{{i}}.ffn.{part}.weight") for part in _PARTS),
+    *(rule(f"{_F}shared_experts.{part}_proj.weight", f"layers.{{i}}.ffn.shared.{part}.weight") for part in _PARTS),
     rule(_F + "gate.e_score_correction_bias", "layers.{i}.ffn.router.correction_bias"),
     *experts("block_sparse_moe", "w1", "w3", "w2"),
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),

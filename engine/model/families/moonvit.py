@@ -100,10 +100,10 @@ def _projector(config: Config, hidden: int, kernel: int, text_hidden: int) -> Me
     )
 
 
-_V, _B = "(model.|)vision_tower.", "(model.|)vision_tower.(encoder.|)(blocks|layers).{i}."
-_P = "(model.|)mm_projector."
+_V, _B = "(|model.)vision_tower.", "(|model.)vision_tower.(encoder.|)(blocks|layers).{i}."
+_P = "(|model.)mm_projector."
 _NAMES = {  # theirs, older and newer -> ours
-    _V + "(encoder.|)patch_embed.proj": "vision.patch_embed",
+    _V + "(|encoder.)patch_embed.proj": "vision.patch_embed",
     _V + "(encoder.|)final_layernorm": "vision.norm",
     _B + "norm0": "vision.layers.{i}.mixer_norm",
     _B + "norm1": "vision.layers.{i}.ffn_norm",
