@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from firstlight.engine.model.division import Division
     from firstlight.engine.model.spec import Rope
     from firstlight.engine.parallel.comm import Comms
     from firstlight.kernels.attention.meta import AttentionMeta
@@ -48,7 +49,7 @@ class ForwardBatch:
     those that layer i chose; `deep`, picture features that are added behind the first layers. Where a batch has
     pictures and the model makes a difference: `positions_3T` are the frame, row and column of each token,
     `picture_rows` the rows that pictures fill, and `groups` says of each sequence which of its tokens [L] belong to
-    one picture (-1: text).
+    one picture (-1: text). `division`: these are one rank's rows of a step that several ranks share.
     """
 
     token_ids_T: Tensor
@@ -67,3 +68,4 @@ class ForwardBatch:
     rope_lens: tuple[int, ...] | None = None
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     handed: dict[str, Tensor] = field(default_factory=dict)
+    division: Division | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from firstlight.engine.model.batch import ForwardBatch, Tap
+from firstlight.engine.model.division import divided, own_rows, whole_rows
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.embedding import Head, TokenEmbedding
 from firstlight.engine.model.layers.layer import Layer
@@ -16,6 +17,8 @@ from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.residual import ENDS
 from firstlight.engine.model.layers.towers import TOWERS
 from firstlight.engine.model.spec import CacheSpec, ModelSpec
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.rows import row_axes, undivided
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
 from firstlight.engine.weights.residency import Turning
 from firstlight.kernels.registry import Choice
@@ -25,9 +28,10 @@ class Model:
     """The layers of one rank. `layer_range` [start, stop) are those of its pipeline stage, in global numbers."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Choice) -> None:
-        access = Access(weights.storages, ops, cached=weights.experts)
+        access = Access(weights.storages, ops, cached=weights.experts, packings=weights.pieces.packings)
         start, stop = weights.pieces.layers
         self.spec = spec
+        self._divides = not undivided(spec)
         self._num_deep = len(getattr(spec.vision, "deep", ()))
         self.layer_range = (start, stop)
         self.dtype = TORCH_DTYPES[weights.pieces.dtype]
@@ -47,7 +51,7 @@ class Model:
         """The layers, made once; where their weights come and go, made of what is there when it is their turn."""
 
         def layer(storages: Mapping[str, Tensor], index: int) -> Layer:
-            access = Access(storages, ops, f"layers.{index}.", weights.experts)
+            access = Access(storages, ops, f"layers.{index}.", weights.experts, weights.pieces.packings)
             return Layer(self.spec.layers[index], access, index)
 
         if weights.stream is not None:
@@ -62,13 +66,26 @@ class Model:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         """Logits [R, vocabulary] float32 for the rows asked for, on the last stage; None on the others."""
-        x_TH = self._embedded(batch) if self.is_first else self._received(batch)
+        part = self._part(batch)
+        x_TH = self._embedded(part) if self.is_first else self._received(part)
         for index in range(*self.layer_range):
-            x_TH = self._through(index, x_TH, batch)
+            x_TH = self._through(index, x_TH, part)
         if not self.is_last:
-            self._send(x_TH, batch)
+            self._send(x_TH, part)
             return None
-        return self._logits(x_TH, batch)
+        x_TH = self._deepened(self.spec.num_layers, x_TH, part)
+        return self._logits(whole_rows(x_TH, part), batch)
+
+    def _part(self, batch: ForwardBatch) -> ForwardBatch:
+        """The rows of this rank, where a step is divided; all of them where tokens see others behind them."""
+        comms, meta = batch.comms, batch.attention
+        mesh = Mesh(ep=comms.ep.size, sp=comms.sp.size)
+        if mesh.world_size == 1 or batch.groups is not None or not self._divides:
+            return batch
+        axes = row_axes(self.spec, mesh, comms.exchange, sum(meta.query_lens), meta.max_query_len > 1)
+        if not axes:
+            return batch
+        return divided(batch, comms.rows if "ep" in axes else comms.sp, over_experts="ep" in axes)
 
     @torch.inference_mode()
     def encode_images(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -86,10 +103,10 @@ class Model:
         What comes back is what comparisons show of its output, [T, H]; of the last layer, behind the final norm.
         """
         shown: dict[str, Tensor] = {}
-        tapped = replace(batch, tap=_both(batch.tap, shown))
-        x_TH = self._through(index, x_TH.to(self.device, self.dtype), tapped)
+        part = self._part(replace(batch, tap=_both(batch.tap, shown)))
+        x_TH = self._through(index, own_rows(x_TH.to(self.device, self.dtype), part), part)
         if self._norm is not None and index == self.spec.num_layers - 1:
-            x_TH = self._deepened(index + 1, x_TH, batch)
+            x_TH = whole_rows(self._deepened(index + 1, x_TH, part), part)
             return self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))
         return shown[f"layers.{index}"]
 
@@ -165,7 +182,6 @@ class Model:
     def _logits(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
         assert self._norm is not None
         assert self._head is not None
-        x_TH = self._deepened(self.spec.num_layers, x_TH, batch)
         if batch.logit_rows is not None:
             x_TH = x_TH[batch.logit_rows]
         x_TH = self._norm(x_TH if self._ends is None else self._ends.leave(x_TH))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,6 +86,27 @@ class Comm:
                 dist.broadcast(tensor, src=self.ranks[source], group=self._group)
         return tensor
 
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The first `sent[0]` rows go to rank 0, the next `sent[1]` to rank 1, ...; what came, in rank order.
+
+        `received` says how many rows come from each, see `tell_counts`.
+        """
+        if self.size == 1:
+            return rows
+        rows = rows.contiguous()
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        with self._timed("all_to_all", rows):
+            dist.all_to_all_single(came, rows, list(received), list(sent), group=self._group)
+        return came
+
+    def tell_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """(rows this rank will send to each, rows that will come from each); `counts` [ranks] int64, on its device."""
+        came = torch.empty_like(counts)
+        with self._timed("all_to_all", counts):
+            dist.all_to_all_single(came, counts, group=self._group)
+        both = torch.stack((counts, came)).tolist()
+        return both[0], both[1]
+
     def send(self, tensor: Tensor, destination: int) -> None:
         with self._timed("send", tensor):
             dist.send(tensor.contiguous(), dst=self.ranks[destination], group=self._group)
@@ -126,7 +147,11 @@ def _barrier_device(group: ProcessGroup | None) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Comms:
-    """One `Comm` per axis of a rank, one over the whole world, and one on the CPU for control messages."""
+    """One `Comm` per axis of a rank, one over the whole world, and one on the CPU for control messages.
+
+    `rows`: the ranks of ep and sp together, over which the tokens of a step are divided where `exchange` (see
+    `engine/parallel/rows.py`) has tokens travel to their experts.
+    """
 
     dp: Comm
     pp: Comm
@@ -135,13 +160,15 @@ class Comms:
     tp: Comm
     world: Comm
     control: Comm
+    rows: Comm
     recorder: Recorder
+    exchange: str = "auto"
 
     @classmethod
     def alone(cls) -> Comms:
         """For a single rank: nothing is ever sent."""
         recorder = Recorder()
-        single = {axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, "world", "control")}
+        single = {axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, "world", "control", "rows")}
         return cls(**single, recorder=recorder)
 
     @classmethod
@@ -152,6 +179,7 @@ class Comms:
         store: Store,
         backend: str = "gloo",
         deadline_s: float = 60.0,
+        exchange: str = "auto",
     ) -> Comms:
         """Joins the world through `store` and makes one group per axis; every rank must call it.
 
@@ -163,11 +191,14 @@ class Comms:
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.world_size, timeout=deadline)
         recorder = Recorder()
         comms = {axis: _axis_comm(axis, mesh.groups(axis), rank, deadline, recorder) for axis in AXES}
+        rows = comms["ep"] if mesh.sp == 1 else comms["sp"]
+        if mesh.ep > 1 and mesh.sp > 1:
+            rows = _axis_comm("rows", mesh.groups("ep", "sp"), rank, deadline, recorder)
         everyone = tuple(range(mesh.world_size))
         world = Comm("world", everyone, rank, dist.group.WORLD, recorder)
         control_group = dist.group.WORLD if backend != "nccl" else dist.new_group(backend="gloo", timeout=deadline)
         control = Comm("control", everyone, rank, control_group, Recorder())
-        return cls(**comms, world=world, control=control, recorder=recorder)
+        return cls(**comms, world=world, control=control, rows=rows, recorder=recorder, exchange=exchange)
 
     @staticmethod
     def disconnect() -> None:

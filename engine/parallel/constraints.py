@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import msgspec
+
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.census import census
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.placement import Expert, Placement, Vocab
+from firstlight.engine.parallel.rows import undivided
 
 
 def placements(spec: ModelSpec) -> tuple[Placement, ...]:
@@ -27,8 +30,10 @@ def allowed(
         return tuple(range(1, limit + 1))
     if axis == "pp":
         return tuple(range(1, min(limit, spec.num_layers) + 1))
+    if axis == "sp":
+        return (1,) if undivided(spec) else tuple(range(1, limit + 1))
     mine = [place for place in (placements(spec) if places is None else places) if place.axis == axis]
-    if not mine or axis == "sp":
+    if not mine:
         return (1,)
     units = [count for place in mine if (count := _units(place)) is not None]
     if not units:
@@ -66,13 +71,13 @@ def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
         yield from _one_rank(spec, mesh)
         return
     places = placements(spec)
-    if mesh.sp > 1:
+    if mesh.sp > 1 and (why := undivided(spec)):
         yield fatal(
             "unsupported-axis",
-            "sequence parallelism is not built",
+            f"a prompt of this model cannot be divided over sp ranks: {why}",
             expected="sp 1",
             found=f"sp {mesh.sp}",
-            next="use tp, pp, ep or dp",
+            next=_instead_of_sp(spec, mesh, places),
         )
     if mesh.pp > spec.num_layers:
         yield fatal(
@@ -106,6 +111,15 @@ def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
             )
 
 
+def _instead_of_sp(spec: ModelSpec, mesh: Mesh, places: tuple[Placement, ...]) -> str:
+    """The nearest mesh that is possible, with as many ranks where there is one."""
+    wanted = mesh.tp * mesh.sp
+    tp = max((good for good in allowed(spec, "tp", wanted, places) if wanted % good == 0), default=1)
+    pp = min(mesh.pp * (wanted // tp), spec.num_layers)
+    near = msgspec.structs.replace(mesh, sp=1, tp=tp, pp=pp)
+    return "use " + (" ".join(f"--{axis} {near.size(axis)}" for axis in AXES if near.size(axis) > 1) or "one rank")
+
+
 def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> str:
     below = max((good for good in sizes if good < size), default=1)
     above = min((good for good in sizes if good > size), default=None)
@@ -115,8 +129,22 @@ def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> s
     return "use " + ", or ".join(ways)
 
 
-def refuse_impossible(spec: ModelSpec, mesh: Mesh) -> None:
-    """Raises `Refused` with every violation."""
-    found = violations(spec, mesh)
+def refuse_impossible(spec: ModelSpec, mesh: Mesh, exchange: str = "auto") -> None:
+    """Raises `Refused` with every violation; `exchange` is how tokens are asked to meet experts of other ranks."""
+    found = [*violations(spec, mesh), *_no_exchange(spec, mesh, exchange)]
     if found:
         raise Refused(found)
+
+
+def _no_exchange(spec: ModelSpec, mesh: Mesh, exchange: str) -> Iterator[Finding]:
+    if exchange != "all-to-all" or isinstance(spec, ForeignSpec):
+        return
+    why = undivided(spec) if mesh.ep > 1 else "the mesh has one ep rank"
+    if why:
+        yield fatal(
+            "unsupported-axis",
+            f"tokens cannot be sent to experts of other ranks: {why}",
+            expected="--expert-exchange auto or reduce" if mesh.ep > 1 else "--ep of 2 or more",
+            found="--expert-exchange all-to-all",
+            next="leave --expert-exchange out",
+        )

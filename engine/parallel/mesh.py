@@ -18,9 +18,11 @@ AXES: tuple[Axis, ...] = ("dp", "pp", "ep", "sp", "tp")  # outermost first: neig
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the five axes; `world_size` is their product.
 
-    dp: replicas, each serving its own requests. pp: pipeline stages by layer. ep: experts are divided, tokens are
-    not: every ep rank sees all tokens of its replica, adds its own experts' share, and the sum is reduced.
-    sp: reserved for sequence parallelism. tp: attention heads, feed-forward width and vocabulary.
+    dp: replicas, each serving its own requests. pp: pipeline stages by layer. ep: experts are divided; tokens of small
+    steps are not: every ep rank sees them all, adds its own experts' share, and the sum is reduced; those of large ones
+    are, and travel to the experts they chose (`engine/parallel/rows.py`). sp: the tokens of prefill are divided, keys
+    and values gathered; weights and caches are whole on every rank. tp: attention heads, feed-forward width and
+    vocabulary.
     Ranks count with tp fastest, then sp, ep, pp, dp.
     """
 

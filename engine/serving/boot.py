@@ -17,11 +17,13 @@ from firstlight.engine.model.foreign import ForeignModel, ForeignSpec, provider_
 from firstlight.engine.model.spec import MLA, MLP, Attention, CacheSpec, ModelSpec, MoE
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
+from firstlight.engine.parallel.kept import kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
 from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.options import EngineOptions, context_of, limits_of
+from firstlight.engine.serving.same_files import refuse_other_files
 from firstlight.engine.serving.scheduler import Limits
 from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -77,8 +79,10 @@ def bring_up(
         FAMILIES.fall_back(provider_of(options.fallback, options.checkpoint, options.trust_remote_code))
     checkpoint = Checkpoint.open(options.checkpoint)
     checkpoint.refuse_if_broken()
+    if local_ranks < options.mesh.world_size:
+        refuse_other_files(checkpoint, comms.control)
     spec, matcher = FAMILIES.describe(checkpoint.config)
-    refuse_impossible(spec, options.mesh)
+    refuse_impossible(spec, options.mesh, options.expert_exchange)
     if isinstance(spec, ForeignSpec):
         return _bring_up_foreign(options, comms, pulse, checkpoint, spec, device)
     ledger = account(checkpoint, spec, matcher)
@@ -91,7 +95,8 @@ def bring_up(
     def progress(now: LoadProgress) -> None:
         pulse.progress(now.bytes_done, now.bytes_total)
 
-    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=True)
+    keep, _ = kept_roles(options.packed, device.type)
+    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep)
     kind: Kind = options.residency  # type: ignore[assignment]
     weights = hold(checkpoint, pieces, device, kind, options.weights_budget, options.load_threads, progress=progress)
     pulse.enter("build")

@@ -37,6 +37,8 @@ class Clock:
 class LayerTap:
     """The time between taps, booked on the block that just ended; `starts_s` is when each block began."""
 
+    only_names = True  # of a divided step, rows need not be gathered for it
+
     def __init__(self, clock: Clock, tap: Tap | None = None) -> None:
         self.layers_s: dict[str, float] = {}
         self.starts_s: dict[str, float] = {}

@@ -9,7 +9,9 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.parallel.kept import WISHES, Wish
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.rows import EXCHANGES
 from firstlight.engine.serving.scheduler import Limits
 
 GPU_PAGE_SIZE = 64
@@ -24,9 +26,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     answer of one sequence, `max_batch` sequences at once per replica, `token_budget` tokens of one step, `num_pages`
     pages of the cache per replica. `operators` forces implementations by operator. `threads`: CPU threads of all local
     ranks together. `residency`: all weights in memory, layers that are `streamed` through `weights_budget` bytes a rank
-    (without one: read while the first pass runs), or `experts` that are read when tokens choose them. `fallback` names
-    who provides models of architectures that no family knows (`module:function`), which run the checkpoint's own code
-    only with `trust_remote_code`. `warm_up` computes one token, and one picture if the model sees, before the engine is
+    (without one: read while the first pass runs), or `experts` that are read when tokens choose them. `packed`: whether
+    quantized weights stay packed where an operator multiplies by them so: auto (`kept_roles`), always or never.
+    `fallback` names who provides models of architectures that no family knows (`module:function`), which run the
+    checkpoint's own code only with `trust_remote_code`. `expert_exchange`: how tokens meet experts of other ranks (`engine/parallel/rows.py`):
+    auto, reduce or all-to-all. `warm_up` computes one token, and one picture if the model sees, before the engine is
     ready.
     """
 
@@ -44,10 +48,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load_threads: int | None = None
     residency: str = "resident"
     weights_budget: int | None = None
+    packed: Wish = "auto"
     fallback: str = ""
     trust_remote_code: bool = False
     warm_up: bool = False
     comm_deadline_s: float = 120.0
+    expert_exchange: str = "auto"
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
@@ -56,6 +62,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise _bad("dtype", "auto, BF16, F16 or F32", self.dtype)
         if self.residency not in ("resident", "streamed", "experts"):
             raise _bad("residency", "resident, streamed or experts", self.residency)
+        if self.expert_exchange not in EXCHANGES:
+            raise _bad("expert_exchange", ", ".join(EXCHANGES), self.expert_exchange)
+        if self.packed not in WISHES:
+            raise _bad("packed", "auto, always or never", self.packed)
         if self.max_batch < 1:
             raise _bad("max_batch", "at least 1", str(self.max_batch))
 
@@ -65,7 +75,9 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `host` and `port` (0: any free one) are where HTTP listens; anything but loopback needs a `token`. `deadline_s`: how
     long a rank may be silent before it is lost; `stage_deadlines_s` changes those of a start's stages. After a failure
-    rank 0 goes on to answer /health for `linger_s`, then everything ends.
+    rank 0 goes on to answer /health for `linger_s`, then everything ends. A client has `head_deadline_s` to send the
+    head of a request and `body_deadline_s` for its body, longer where many bytes come. A trace may have
+    `trace_limit_tokens` positions, padding included, and `trace_limit_bytes` of outcome.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +86,9 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_name: str | None = None
     body_limit_bytes: int = 64 << 20
     trace_limit_bytes: int = 4 << 30
+    trace_limit_tokens: int = 1 << 16
+    head_deadline_s: float = 10.0
+    body_deadline_s: float = 30.0
     default_max_tokens: int = 512
     deadline_s: float = 10.0
     beat_period_s: float = 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,12 +25,16 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checkpoint on one mesh, run on the inputs of an .npz file; every rank leaves what it saw in `out`."""
+    """One checkpoint on one mesh, run on the inputs of an .npz file; every rank leaves what it saw in `out`.
+
+    `exchange`: how tokens meet experts of other ranks.
+    """
 
     checkpoint: Path
     mesh: Mesh
     inputs: Path
     out: Path
+    exchange: str = "auto"
 
     def results(self) -> Arrays:
         """What the ranks saw, joined; ranks that saw the same thing must agree."""
@@ -41,6 +46,12 @@ class Job:
                         np.testing.assert_allclose(seen[name], found[name], atol=1e-5, err_msg=f"rank {rank}: {name}")
                     found[name] = seen[name]
         return found
+
+    def operations(self) -> list[dict[str, int]]:
+        """Collectives of each rank, `operation axis`, and how often each was called."""
+        return [
+            msgspec.json.decode((self.out / f"{rank}.calls.json").read_bytes()) for rank in range(self.mesh.world_size)
+        ]
 
     def storages(self) -> list[dict[str, list[int]]]:
         """Shapes of the storages of each rank."""
@@ -94,7 +105,8 @@ def _work(rank: int, number: int, job: Job, store: Path) -> None:
 
     shared = dist.FileStore(str(store), -1)
     shared.set_timeout(timedelta(seconds=DEADLINE_S))
-    comms = Comms.connect(job.mesh, rank, dist.PrefixStore(f"job{number}", shared), "gloo", DEADLINE_S)
+    comms = Comms.connect(job.mesh, rank, dist.PrefixStore(f"job{number}", shared), "gloo", DEADLINE_S, job.exchange)
+    comms.recorder.on = True
     with np.load(job.inputs) as given:
         inputs = {name: given[name] for name in given.files}
     model = Direct(job.checkpoint, job.mesh, rank, comms)
@@ -102,5 +114,7 @@ def _work(rank: int, number: int, job: Job, store: Path) -> None:
     np.savez(job.out / f"{rank}.npz", **model.run(inputs))
     shapes = {name: list(tensor.shape) for name, tensor in model.weights.storages.items()}
     (job.out / f"{rank}.json").write_bytes(msgspec.json.encode(shapes))
+    calls = Counter(f"{record.operation} {record.axis}" for record in comms.recorder.records)
+    (job.out / f"{rank}.calls.json").write_bytes(msgspec.json.encode(calls))
     comms.world.barrier()
     Comms.disconnect()

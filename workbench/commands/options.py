@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.rows import EXCHANGES
 from firstlight.engine.settings import show_devices
 from firstlight.workbench.fallback import NAMES
 
@@ -23,7 +24,7 @@ AXES = {
     "tp": "tensor parallel: heads, feed-forward width and vocabulary divided over N ranks",
     "pp": "pipeline parallel: layers divided over N stages",
     "ep": "expert parallel: experts divided over N ranks",
-    "sp": "sequence parallel (not built yet)",
+    "sp": "sequence parallel: the tokens of prefill divided over N ranks, for models of attention alone",
     "dp": "N replicas, each with its own requests",
 }
 DTYPES = {
@@ -98,6 +99,18 @@ def engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weights-budget", type=nbytes, metavar="BYTES", help="memory of a rank for weights that come and go, as 8GiB"
     )
+    group.add_argument(
+        "--expert-exchange",
+        choices=EXCHANGES,
+        default="auto",
+        help="tokens of other ep ranks' experts: summed over ranks, sent to them, or by the size of a step (auto)",
+    )
+    group.add_argument(
+        "--packed",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts alone",
+    )
     group.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all ranks together")
     group.add_argument(
         "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
@@ -170,6 +183,8 @@ def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
         "threads": arguments.threads,
         "residency": arguments.residency,
         "weights_budget": arguments.weights_budget,
+        "packed": arguments.packed,
+        "expert_exchange": arguments.expert_exchange,
         "operators": dict(arguments.operator or ()),
         "fallback": NAMES[arguments.fallback],
         "trust_remote_code": arguments.trust_remote_code,

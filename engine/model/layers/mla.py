@@ -11,6 +11,7 @@ from torch import Tensor
 
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
+from firstlight.engine.model.division import write_cache
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import sharpened
 from firstlight.engine.model.layers.indexer import Indexer, chosen_keys
@@ -45,7 +46,7 @@ class MLA:
             low_TQ = self._q_a_norm(self._q_a(x_TH))
         q_TNC, k_T1C = self._projected(x_TH, low_TQ, batch)
         latents, rank = cache[0], self.spec.kv_lora_rank
-        batch.ops.write_cache(k_T1C, k_T1C[..., :rank], latents, latents[..., :rank], batch.attention)
+        write_cache(k_T1C, k_T1C[..., :rank], latents, latents[..., :rank], batch, in_key=rank)
         if self._indexer is not None:
             batch.handed["chosen"] = self._indexer(x_TH, low_TQ, batch, cache[1])
         out_TNL = self._attend(q_TNC, latents, batch)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
-from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.access import Access, packed_matrix
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.routing import Routing
@@ -20,13 +20,18 @@ from firstlight.engine.parallel.kept import SCALE
 
 
 class MoE:
-    """x [T, H] -> [T, H]. Every ep rank sees all tokens; its own experts' share is summed over ep and tp."""
+    """x [T, H] -> [T, H], summed over tp.
+
+    Where every ep rank sees all tokens, each adds its own experts' share and the sum is reduced. Where ep ranks have
+    rows of their own (`batch.division`), tokens travel to the experts they chose and back.
+    """
 
     def __init__(self, spec: specs.MoE, weights: Access) -> None:
         self.spec = spec
         self._routing = Routing(spec.router, weights.into("router"))
         self._cached, self._site = weights.experts(), weights.prefix
         self._experts = None if self._cached else _matrices(spec, weights)
+        self._packings = [weights.packing(name) for name in (spec.entry, "experts.down")]
         self._gate_up_bias_E2F = weights.maybe(f"{spec.entry}_bias")
         self._down_bias_EH = weights.maybe("experts.down_bias")
         self._latent = _Latent(spec.latent, weights.into("latent")) if spec.latent else None
@@ -38,7 +43,10 @@ class MoE:
         tp = batch.comms.tp
         weights_Tk, ids_Tk = self._routing(x_TH, batch)
         seen_TZ = x_TH if self._latent is None else self._latent.enter(x_TH)
-        out_TH = batch.comms.ep.all_reduce(self._routed_part(seen_TZ, ids_Tk, weights_Tk, batch))
+        if batch.division is not None and batch.division.over_experts:
+            out_TH = self._exchanged(seen_TZ, ids_Tk, weights_Tk, batch)
+        else:
+            out_TH = batch.comms.ep.all_reduce(self._routed_part(seen_TZ, ids_Tk, weights_Tk, batch))
         shared_TH = self._shared_part(x_TH, batch)
         if self._latent is not None:  # the norm behind the sum needs all of it
             out_TH = self._latent.leave(tp.all_reduce(out_TH))
@@ -49,6 +57,27 @@ class MoE:
             kept_T1 = weights_Tk.masked_fill(ids_Tk < self.spec.num_experts, 0.0).sum(dim=-1, keepdim=True)
             out_TH = out_TH + x_TH * kept_T1.to(x_TH.dtype)
         return out_TH if self.spec.scale == 1.0 else out_TH * self.spec.scale
+
+    def _exchanged(self, x_TZ: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, batch: ForwardBatch) -> Tensor:
+        """Rows go to every rank that holds an expert they chose; what comes back is summed in float32, in rank order.
+
+        How many rows go where is told first, so that nothing is padded. A token that chose several experts of one rank
+        travels once. The sum is this rank's tp share, as that of `_routed_part` is.
+        """
+        ep = batch.comms.ep
+        owner_Tk = ids_Tk // (self.spec.num_experts // ep.size)  # past the last rank: experts that compute nothing
+        goes_ET = torch.stack([(owner_Tk == rank).any(dim=1) for rank in range(ep.size)])
+        sent, received = ep.tell_counts(goes_ET.sum(dim=1))
+        row_M = goes_ET.nonzero()[:, 1]  # by rank, then by token
+        how_M2k = torch.cat((weights_Tk.float(), ids_Tk.float()), dim=1)[row_M]  # numbers below 2^24 are exact
+        x_RZ = ep.all_to_all(x_TZ[row_M], sent, received)
+        weights_Rk, ids_Rk = ep.all_to_all(how_M2k, sent, received).chunk(2, dim=1)
+        share_RZ = x_RZ
+        if x_RZ.shape[0]:
+            share_RZ = self._routed_part(x_RZ, ids_Rk.to(ids_Tk.dtype), weights_Rk.contiguous(), batch)
+        share_MZ = ep.all_to_all(share_RZ, received, sent)
+        sum_TZ = torch.zeros_like(x_TZ, dtype=torch.float32).index_add_(0, row_M, share_MZ.float())
+        return sum_TZ.to(x_TZ.dtype)
 
     def _routed_part(self, x_TZ: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, batch: ForwardBatch) -> Tensor:
         """What this rank's channels of its own experts contribute."""
@@ -79,12 +108,12 @@ class MoE:
         """The expert layer over matrices in the run's dtype, or over those that stayed packed, with their scales."""
         spec, entry, down = self.spec, self.spec.entry, "experts.down"
         how = (spec.activation, first, *biases, spec.gated, spec.weigh_input)
-        if entry + SCALE not in held:
+        into, back = self._packings
+        if into is None or back is None:
             return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], *how)
-        codes, scales, down_codes, down_scales = (
-            held[name].view(torch.uint8) for name in (entry, entry + SCALE, down, down + SCALE)
-        )
-        return batch.ops.moe_mxfp4(x_TZ, ids_Tk, weights_Tk, codes, scales, down_codes, down_scales, *how)
+        gate_up = packed_matrix(held[entry], held[entry + SCALE], into)
+        down_EHF = packed_matrix(held[down], held[down + SCALE], back)
+        return batch.ops.moe_packed(x_TZ, ids_Tk, weights_Tk, gate_up, down_EHF, *how)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""
@@ -101,7 +130,7 @@ class MoE:
 def _matrices(spec: specs.MoE, weights: Access) -> dict[str, Tensor]:
     """What the experts multiply by; of packed ones the scales too."""
     names = (spec.entry, "experts.down", spec.entry + SCALE, "experts.down" + SCALE)
-    return {name: weights.tensor(name) for name in names if weights.has(name)}
+    return {name: weights.storages[weights.prefix + name] for name in names if weights.has(name)}
 
 
 class _Latent:
