@@ -15,6 +15,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.inputs import side_files
+from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.side_files import nested
 from firstlight.workbench.contradictions import TEXT_LEVELS
 
@@ -137,6 +138,7 @@ def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) 
         found.extend(_vocabulary(tokens, rows or _integer(_stated(config, "vocab_size"))))
         found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
     found.extend(_ends(tokens, config, generation, options))
+    found.extend(unmet(generation))
     found.extend(_templates(reader, options))
     found.extend(_pictures(reader, config))
     return (*reader.findings, *found)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, is_text, printable
 from firstlight.workbench.cli import VERBS, Command, load_command
 
 # Sections of a configuration file, and the option that each of their keys sets.
@@ -52,8 +52,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse(verb: str, command: Command, words: Sequence[str]) -> argparse.Namespace:
     """The verb's arguments: flags first, then the configuration file, then defaults. Raises `Refused`."""
+    _refuse_bytes(words)
     parser = parser_of(verb, command)
-    file = _config_file(words)
+    file = value_of("--config", words)
     if file is not None:
         _take_over(parser, file, read_config(file))
     parsed, left = parser.parse_known_args(list(words))
@@ -127,14 +128,30 @@ def refuse_unknown(what: str, word: str, known: Iterable[str], next: str, file: 
     )
 
 
-def _config_file(words: Sequence[str]) -> str | None:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
-    bare = [word for word in words if word not in ("-h", "--help")]
-    if not any(word.partition("=")[0] == "--config" for word in bare) or bare[-1] == "--config":
-        return None  # also `--config` as the last word: the verb's own parser says what is missing
-    file: str | None = first.parse_known_args(bare)[0].config
-    return file
+def value_of(option: str, words: Sequence[str]) -> str | None:
+    """What words say for one option, before a verb's own parser looks at them; None also where they say it wrongly."""
+    first = Parser(add_help=False)
+    first.add_argument(option, dest="value")
+    try:
+        value: str | None = first.parse_known_args([word for word in words if word not in ("-h", "--help")])[0].value
+    except Refused:
+        return None  # the verb's own parser says what is wrong
+    return value
+
+
+def _refuse_bytes(words: Sequence[str]) -> None:
+    """Refuses words that are no text: they could be neither told on to another process nor written in a report."""
+    for word in words:
+        if not is_text(word):
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"{printable(word)} is not UTF-8",
+                    expected="text, or a path whose name is text",
+                    found=printable(word),
+                    next="correct it; a directory can be given another name, or a link to it",
+                )
+            )
 
 
 def _flatten(path: str, raw: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:

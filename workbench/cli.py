@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import argparse
 
+    from firstlight.engine.errors import Refused
     from firstlight.workbench.report import Report
     from firstlight.workbench.session import Session
 
@@ -100,7 +101,25 @@ def _main(words: list[str]) -> int:
         return _run_verb(words[0], words[1:])
     except Refused as refused:  # before the verb's own report could be made
         say_refused(refused.findings)
+        _write_refusal(words, refused)
         return 2
+
+
+def _write_refusal(words: list[str], refused: Refused) -> None:
+    """The report of a call that could not be understood, where it says plainly where reports go."""
+    from firstlight.engine.errors import Refused
+    from firstlight.workbench.arguments import value_of
+    from firstlight.workbench.face import say_refused
+    from firstlight.workbench.report import refusal
+    from firstlight.workbench.session import write_json
+
+    destination = value_of("--json", words)
+    if destination is None:
+        return
+    try:
+        write_json(refusal(words[0], "", refused), destination)
+    except Refused as unwritten:
+        say_refused(unwritten.findings)
 
 
 def _run_verb(verb: str, words: list[str]) -> int:

@@ -54,6 +54,7 @@ def generate(
             tell(delta.text)
     if last is None or last.finish == "error":
         raise EngineFailed((last and last.error) or "the engine gave no answer")
+    draft.find(finding for finding in info.findings if finding.code == "generation-default")
     _figures(draft, last, len(tokens), first_s)
     draft.table("answer", [{"text": text, "finish": last.finish, "seed": last.seed, "token_ids": tokens}])
     add_residency(draft, engine.memory())

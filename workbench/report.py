@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from firstlight.engine.errors import RankFailure, Refused
-from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.findings import Finding, fatal, is_text, printable
 
 Status = Literal["passed", "failed", "refused"]
 CheckStatus = Literal["passed", "failed", "skipped"]
@@ -78,7 +78,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self, indent: int = 2) -> bytes:
         """JSON without NaN or Infinity literals: those become null, and a check's or metric's `detail` says which."""
-        return msgspec.json.format(msgspec.json.encode(finite(self)), indent=indent) + b"\n"
+        plain = finite(self)
+        if not self.forced:
+            del plain["forced"]  # said only where there is something to say
+        return msgspec.json.format(msgspec.json.encode(plain), indent=indent) + b"\n"
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Writes the JSON in one step: a reader sees the whole report or none."""
@@ -224,13 +227,18 @@ def now_iso() -> str:
 
 
 def finite(value: Any) -> Any:
-    """Plain data without NaN and infinities: null in their place, said in the `detail` beside it if there is a unit."""
+    """Plain data without NaN and infinities: null in their place, said in the `detail` beside it if there is a unit.
+
+    Names that are not UTF-8 have their bytes spelt out.
+    """
+    if isinstance(value, str):
+        return value if is_text(value) else printable(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, msgspec.Struct):
         value = _fields(value)
     if isinstance(value, Mapping):
-        plain = {str(key): finite(item) for key, item in value.items()}
+        plain = {finite(str(key)): finite(item) for key, item in value.items()}
         lost = [
             f"{key} is {item}" for key, item in value.items() if isinstance(item, float) and not math.isfinite(item)
         ]
@@ -242,7 +250,7 @@ def finite(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy or torch scalar
         return finite(value.item())
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return finite(os.fspath(value))
     return value
 
 

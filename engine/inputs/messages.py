@@ -10,6 +10,14 @@ from firstlight.engine.findings import fatal
 
 Message = Mapping[str, Any]
 
+READ_ANYWAY = frozenset(("role", "content", "reasoning_content", "reasoning", "thinking"))
+PART_KEYS = {
+    "text": {"type", "text"},
+    "image_url": {"type", "image_url"},
+    "image": {"type", "image_url", "url"},
+}
+URL_KEYS = {"url", "detail"}  # a wish about costs: pictures always go in as the vendor's processor makes them
+
 
 def user_turn(prompt: str, num_pictures: int, parts: bool) -> dict[str, Any]:
     """One user message: pictures first, then the text; `parts`: as a list of parts, else as a text."""
@@ -41,6 +49,20 @@ def with_plain_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
+def refuse_unread(messages: Sequence[Message], source: str) -> None:
+    """Refuses (bad-request) what a message carries and a chat template, whose text is `source`, never looks at.
+
+    It would be left out of the prompt without a word: calls of tools, say. What a model thought may be: templates drop
+    the thoughts of earlier turns.
+    """
+    for index, message in enumerate(messages):
+        for key, value in message.items():
+            if value and key not in READ_ANYWAY and key not in source:
+                _refuse(
+                    f"messages[{index}].{key}", f"a message without {key}: the chat template has no place for it", key
+                )
+
+
 def from_openai(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages as the chat completions API sends them, and the URLs of their pictures in order.
 
@@ -56,6 +78,9 @@ def from_openai(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list
             parts = []
             for number, part in enumerate(content):
                 kind = part.get("type") if isinstance(part, Mapping) else None
+                strange = _strange(part, str(kind))
+                if strange:
+                    _refuse(f"messages[{index}].content[{number}]", f"a part without {strange}", strange)
                 if kind == "text" and isinstance(part.get("text"), str):
                     parts.append({"type": "text", "text": part["text"]})
                 elif kind in ("image_url", "image") and (url := _url(part)) is not None:
@@ -64,10 +89,20 @@ def from_openai(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list
                 else:
                     _refuse(f"messages[{index}].content[{number}]", "a text or image_url part", str(kind))
             content = parts
-        elif content is not None and not isinstance(content, str):
-            _refuse(f"messages[{index}].content", "a text or a list of parts", type(content).__name__)
+        elif not isinstance(content, str) and (content is not None or message["role"] != "assistant"):
+            found = "none" if content is None else type(content).__name__
+            _refuse(f"messages[{index}].content", "a text or a list of parts", found)
         turned.append({**message, "content": content})
     return turned, urls
+
+
+def _strange(part: Any, kind: str) -> str | None:
+    """A key of a part that nothing reads."""
+    if kind not in PART_KEYS:
+        return None
+    inner = part.get("image_url")
+    unknown = [*(set(part) - PART_KEYS[kind]), *(set(inner) - URL_KEYS if isinstance(inner, Mapping) else ())]
+    return min(map(str, unknown), default=None)
 
 
 def _url(part: Mapping[str, Any]) -> str | None:

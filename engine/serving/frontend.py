@@ -8,13 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+import msgspec
 import numpy as np
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.detokenizer import Detokenizer
+from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
 from firstlight.engine.model.foreign import ForeignModel, ForeignSpec
@@ -56,6 +60,15 @@ class Frontend:
         if found is None:
             return frozenset()
         return frozenset(found) if isinstance(found, list) else frozenset((int(found),))
+
+    @cached_property
+    def unmet(self) -> tuple[Finding, ...]:
+        """What generation_config.json asks for and answers do without."""
+        path = Path(self.checkpoint.directory) / side_files.GENERATION_CONFIG
+        try:
+            return tuple(unmet(side_files.read_json_if_present(path) or {}))
+        except Refused as refused:
+            return tuple(msgspec.structs.replace(finding, severity="warning") for finding in refused.findings)
 
     def request(
         self,
@@ -188,7 +201,7 @@ class Frontend:
             hidden=self.spec.hidden,
             sees=self.spec.vision is not None,
             operators=self._operators(rank),
-            findings=rank.findings,
+            findings=(*rank.findings, *self.unmet),
             load_s=rank.weights.read_s,
             load_bytes=rank.weights.bytes_read,
         )

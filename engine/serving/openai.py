@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -20,9 +20,7 @@ from firstlight.engine.inputs.messages import from_openai
 from firstlight.engine.serving.api import Prompt
 from firstlight.engine.serving.request import Delta, SamplingParams, TokenLogprob, Usage
 
-IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
-)
+IGNORED = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"))  # ask nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys that are refused unless they ask for nothing
     "n": (1, None),
     "best_of": (1, None),
@@ -42,11 +40,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys that are refused unless they ask
     "reasoning_effort": (None,),
     "web_search_options": (None,),
     "verbosity": (None,),
+    "store": (False, None),
+    "service_tier": ("auto", "default", None),
 }
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding against listeners: there is none, whatever is asked for
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,9 +268,9 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def models_body(name: str, created: int, max_context: int, fallback: str | None = None) -> dict[str, Any]:
-    """The list of models: one. `fallback` names the modules that compute where they are not ours."""
-    model: Mapping[str, Any] = {
+def model_body(name: str, created: int, max_context: int, fallback: str | None = None) -> dict[str, Any]:
+    """A model of the list. `fallback` names the modules that compute where they are not ours."""
+    return {
         "id": name,
         "object": "model",
         "created": created,
@@ -277,7 +278,6 @@ def models_body(name: str, created: int, max_context: int, fallback: str | None 
         "max_model_len": max_context,
         **({} if fallback is None else {"fallback": fallback}),
     }
-    return {"object": "list", "data": [model]}
 
 
 def _finish(delta: Delta) -> str | None:

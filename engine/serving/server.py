@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
@@ -28,13 +29,15 @@ from firstlight.engine.serving.api import Prompt
 from firstlight.engine.serving.desk import Desk
 from firstlight.engine.serving.gate import BodyLimit, Gate, may_enter
 from firstlight.engine.serving.metrics import CONTENT_TYPE, exposition
-from firstlight.engine.serving.openai import Ask, Writer, error_body, models_body, read_chat, read_text
+from firstlight.engine.serving.openai import Ask, Writer, error_body, model_body, read_chat, read_text
 from firstlight.engine.serving.options import HostOptions
+from firstlight.engine.serving.protocol import protocol_of
 from firstlight.engine.serving.request import Delta
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, Stream
 from firstlight.engine.serving.wire import read_generation, refuse_large_trace, trace_arguments
 
+SHOWN = 200  # characters of what a client sent, in an answer about it
 STATUS_OF_CODE = {"not-available": 503}
 Result = TypeVar("Result")
 
@@ -50,6 +53,7 @@ class HttpServer:
         self.url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
         config = uvicorn.Config(
             create_app(desk),
+            http=protocol_of(options.head_deadline_s, options.body_deadline_s),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -96,6 +100,7 @@ def create_app(desk: Desk) -> FastAPI:
     app.add_exception_handler(FirstlightError, _on_error)
     app.add_exception_handler(Exception, _on_fault)
     app.add_exception_handler(RequestValidationError, _on_query)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(404, _on_missing)
     app.add_exception_handler(405, _on_missing)
     app.add_middleware(BodyLimit, limit_of=lambda path: _limit_of(path, desk.options))
@@ -118,10 +123,12 @@ def _openai_routes(app: FastAPI, desk: Desk) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        engine = _engine(desk)
-        rank = engine.worker.rank
-        by = rank.spec.by if isinstance(rank.spec, ForeignSpec) else None
-        return _json(models_body(_name(desk, engine), created, rank.limits.max_context, by))
+        return _json({"object": "list", "data": [_model(desk, created)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        found = _model(desk, created)
+        return _json(found) if name == found["id"] else _no_model(name, found["id"])
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -181,7 +188,9 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
 
         def run() -> bytes:
             arguments = trace_arguments(body, query)
-            refuse_large_trace(engine.info(), arguments, desk.options.trace_limit_bytes)
+            refuse_large_trace(
+                engine.info(), arguments, desk.options.trace_limit_bytes, desk.options.trace_limit_tokens
+            )
             return safetensors.numpy.save(engine.trace(**arguments))
 
         return Response(await _in_thread(run), media_type="application/octet-stream")
@@ -206,12 +215,7 @@ async def _answer(desk: Desk, request: Request, read: Callable[[bytes, int], Ask
     ask = await run_in_threadpool(read, body, desk.options.default_max_tokens)
     name = _name(desk, engine)
     if ask.model != name:
-        return _json(
-            error_body(
-                f"there is no model {ask.model!r} here; it is {name!r}", "invalid_request_error", "model_not_found"
-            ),
-            404,
-        )
+        return _no_model(ask.model, name)
     handed = _Handed()
     stream = await run_in_threadpool(_submit, engine, ask, handed.take)
     queue = handed.queue
@@ -325,6 +329,10 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     )
 
 
+async def _on_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it: the client left in the middle of its own request
+
+
 async def _on_query(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     wrong = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
@@ -333,7 +341,9 @@ async def _on_query(request: Request, error: Exception) -> Response:
 
 async def _on_missing(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return _json(error_body(f"{request.method} {request.url.path} is not served", "invalid_request_error"), status)
+    return _json(
+        error_body(f"{request.method} {request.url.path[:SHOWN]} is not served", "invalid_request_error"), status
+    )
 
 
 async def _in_thread(call: Callable[[], Result]) -> Result:
@@ -349,6 +359,19 @@ def _engine(desk: Desk) -> Engine:
             fatal("not-available", f"the engine is starting: {health.stage}", next="wait until /health says ready")
         )
     return desk.engine
+
+
+def _model(desk: Desk, created: int) -> dict[str, Any]:
+    """What clients are told of the one model there is."""
+    engine = _engine(desk)
+    rank = engine.worker.rank
+    by = rank.spec.by if isinstance(rank.spec, ForeignSpec) else None
+    return model_body(_name(desk, engine), created, rank.limits.max_context, by)
+
+
+def _no_model(asked: str, name: str) -> Response:
+    message = f"there is no model {asked[:SHOWN]!r} here; it is {name!r}"
+    return _json(error_body(message, "invalid_request_error", "model_not_found"), 404)
 
 
 def _name(desk: Desk, engine: Engine) -> str:

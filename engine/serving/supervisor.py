@@ -107,6 +107,8 @@ class Supervisor:
         host = self.order.host
         self._watch = Watch(self.handle.mesh.world_size, host.deadline_s, host.stage_deadlines_s, host.step_deadline_s)
         for index in range(self.order.engine.mesh.world_size):
+            if self._owner_is_gone():
+                break  # `watch` sees it too
             ours, theirs = line_pair()
             pid = os.fork()
             if pid == 0:

@@ -86,10 +86,21 @@ def trace_arguments(body: bytes, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def refuse_large_trace(info: EngineInfo, arguments: Mapping[str, Any], limit_bytes: int) -> None:
-    """Refuses a trace whose answer would not fit: logits and hidden states of every position, float32."""
+def refuse_large_trace(info: EngineInfo, arguments: Mapping[str, Any], limit_bytes: int, limit_tokens: int) -> None:
+    """Refuses a trace that would hold up the engine, all of whose positions are one step, or whose answer would not
+    fit: logits and hidden states of every position, float32."""
     low, high = arguments["layers"] or (0, info.num_layers)
     positions = int(np.prod(np.shape(arguments["input_ids"])))
+    if positions > limit_tokens:
+        raise Refused(
+            fatal(
+                "bad-request",
+                f"a trace of {positions:,} positions is too long for a served engine",
+                expected=f"at most {limit_tokens:,} positions, rows times tokens",
+                found=f"{positions:,}",
+                next="send fewer rows or tokens at a time, or verify on one rank, which needs no server",
+            )
+        )
     width = info.vocab_size + (high - low + 1) * info.hidden * (2 if arguments["blocks"] else 1)
     if positions * width * 4 > limit_bytes:
         raise Refused(

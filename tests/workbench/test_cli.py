@@ -108,6 +108,26 @@ def test_json_on_standard_output_is_alone_there(checkpoint: Get, capsys: pytest.
     assert err == ""
 
 
+@pytest.mark.parametrize(
+    "words", [("scan",), ("scna", "x"), ("plan", FACTS, "--tp", "0"), ("generate", "x", "--nope"), ("scan", "x", "y")]
+)
+def test_a_call_that_is_not_understood_is_a_report_too(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = say(capsys, *words, "--json", "-")
+    assert (status, json.loads(out)["status"], json.loads(out)["verb"]) == (2, "refused", words[0])
+    assert json.loads(out)["findings"][0]["code"] == "usage"
+    assert err.startswith("refused: ")
+    assert say(capsys, *words, f"--json={tmp_path / 'r.json'}")[1] == ""
+    assert Report.read(tmp_path / "r.json").status == "refused"
+
+
+def test_a_name_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = say(capsys, "scan", os.fsdecode(b"/tmp/\xff"), "--json", "-")
+    assert (status, json.loads(out)["findings"][0]["message"]) == (2, r"/tmp/\udcff is not UTF-8")
+    assert r"/tmp/\udcff is not UTF-8" in err
+
+
 def test_reports_are_appended_to_a_run(checkpoint: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home, run = str(checkpoint("llama")), str(tmp_path / "run")
     assert say(capsys, "scan", home, "--run", run, "-q")[0] == 0

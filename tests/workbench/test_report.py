@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,6 +85,25 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("[1]")
     with pytest.raises(Refused, match="not a report"):
         Report.read(tmp_path / "r.json")
+
+
+def test_names_that_are_no_text_are_spelt_out() -> None:
+    name = os.fsdecode(b"a\xff.safetensors")
+    draft = Draft("scan", name)
+    draft.find(warning("trailing-bytes", name, file=name, tensors=(name,)))
+    draft.table("files", [{name: Path(name)}])
+    plain = json.loads(draft.close().to_json())
+    spelt = "a\\udcff.safetensors"
+    assert (plain["title"], plain["findings"][0]["file"], plain["findings"][0]["tensors"]) == (spelt, spelt, [spelt])
+    assert plain["tables"]["files"] == [{spelt: spelt}]
+
+
+def test_the_fields_are_the_contract_and_no_more() -> None:
+    fields = {"title", "verb", "status", "checks", "findings", "metrics", "tables", "environment", "started"}
+    report = full_report()
+    assert set(json.loads(report.to_json())) == fields | {"duration_s"}
+    forced = msgspec.structs.replace(report, forced=True)
+    assert set(json.loads(forced.to_json())) == fields | {"duration_s", "forced"}
 
 
 def test_nan_and_infinity_become_null_and_are_said() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.inputs.messages import from_openai, user_turn, with_plain_text
+from firstlight.engine.inputs.messages import from_openai, refuse_unread, user_turn, with_plain_text
 
 
 def test_pictures_are_taken_out_in_order() -> None:
@@ -35,6 +35,12 @@ def test_pictures_are_taken_out_in_order() -> None:
     [
         ({"content": "x"}, "messages[0]"),
         ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "weight": 2}]}, "messages[0].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:1", "crop": 4}}]},
+            "messages[0].content[0]",
+        ),
         ({"role": "user", "content": [{"type": "video_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
@@ -46,6 +52,14 @@ def test_what_is_no_message_is_refused(message: dict[str, Any], where: str) -> N
         from_openai([message])
     assert caught.value.findings[0].code == "bad-request"
     assert caught.value.findings[0].message.startswith(where)
+
+
+def test_what_a_template_never_looks_at_is_refused() -> None:
+    called = {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}], "name": None}
+    refuse_unread([called], "{{ message.tool_calls }}")
+    refuse_unread([{"role": "assistant", "content": "x", "tool_calls": [], "reasoning_content": "hm"}], "")
+    with pytest.raises(Refused, match=r"messages\[1\].tool_calls"):
+        refuse_unread([{"role": "user", "content": "a"}, called], "{{ message.content }}")
 
 
 def test_a_turn_is_pictures_then_text() -> None:

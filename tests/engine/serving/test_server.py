@@ -72,6 +72,9 @@ def single() -> Iterator[Engine]:
 def test_models_lists_the_one(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
+        client.models.retrieve("other")
 
 
 def test_a_picture_question_is_answered_as_on_one_rank(client: openai.OpenAI, single: Engine) -> None:
@@ -371,6 +374,11 @@ def test_what_was_served_is_counted_and_exposed(host: Host, raw: httpx.Client) -
 def test_a_trace_whose_answer_would_not_fit_is_refused(host: Host) -> None:
     with pytest.raises(Refused, match="a trace of 20,000 positions would be"):
         host.client().trace(np.zeros((200, 100), dtype=np.int64))
+
+
+def test_a_trace_that_would_hold_up_the_engine_is_refused(host: Host) -> None:
+    with pytest.raises(Refused, match="70,000 positions is too long for a served engine"):
+        host.client().trace(np.zeros((70_000, 1), dtype=np.int64), layers=(0, 1))
 
 
 def test_a_canary_stays_in_its_own_cage(host: Host) -> None:
