@@ -15,10 +15,11 @@ from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.engine.parallel.estimate import StepTime, bytes_read, step_time, traffic
+from firstlight.engine.parallel.estimate import Roofline, StepTime
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
+from firstlight.engine.parallel.ranking import reason, shown
 from firstlight.engine.weights.checkpoint import config_twice
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
@@ -31,7 +32,6 @@ from firstlight.workbench.resident import resident_finding
 from firstlight.workbench.side_files import absent_side_files
 
 DEFAULT_CONTEXT = 4096
-PREFILL_TOKENS = 4096  # of the step whose time is estimated
 SEEING = ("vision", "projector")  # roles of weights that text alone does without
 
 
@@ -41,18 +41,20 @@ def plan(
     mesh: Mesh | None = None,
     *,
     context: int | None = None,
-    concurrency: int = 1,
+    concurrency: int | None = None,
     cache_dtype: str = "BF16",
     headroom: float = HEADROOM,
     objective: Objective = "latency",
     full_window: bool = False,
+    exchange: str = "auto",
 ) -> Report:
     """Lays a model out on a cluster, by `mesh` or, without one, the best layout for `objective`.
 
-    `context` None: 4,096 tokens, or what the model has positions for. `full_window`: windowed layers keep the whole
-    context, as the engine does. `source`: a checkpoint's directory or a configuration alone (`data/models/*.json`, or
-    the name of one). The report fails when the layout does not fit. Raises `Refused` when the wish is impossible or the
-    source is none.
+    `context` None: 4,096 tokens, or what the model has positions for. `concurrency` None: one sequence at once or, for
+    throughput, as many as fit. `exchange`: how tokens meet experts of other ranks. `full_window`: windowed layers keep
+    the whole context, as the engine does. `source`: a checkpoint's directory or a configuration alone
+    (`data/models/*.json`, or the name of one). The report fails when the layout does not fit. Raises `Refused` when the
+    wish is impossible or the source is none.
     """
     name, config = read_config(source)
     draft = Draft("plan", name)
@@ -74,6 +76,7 @@ def plan(
         headroom=headroom,
         objective=objective,
         full_window=full_window,
+        exchange=exchange,
     )
     draft.title = f"{name} on {cluster.describe()}, {found.mesh.describe()}"
     if context is not None and context > spec.max_positions:
@@ -86,7 +89,7 @@ def plan(
             draft.find(finding)
     draft.metric("tensors", tensor_count(spec, matcher.rules, stored), "tensors", "without extra prediction layers")
     _figures(draft, found)
-    _tables(draft, spec, found)
+    _tables(draft, spec, found, exchange)
     return draft.close()
 
 
@@ -168,43 +171,48 @@ def _figures(draft: Draft, found: Plan) -> None:
     draft.metric("binding_constraint", found.binding, "", found.binding_reason)
     draft.metric("usable_bytes_per_device", found.usable_bytes, "B", "device memory less the headroom")
     draft.metric("mesh", found.mesh.describe(), "")
+    ms, rate = found.estimate.ms_per_token, found.estimate.tokens_per_s
+    missing = "" if ms is not None else f"no figures for {found.cluster.device.name} to estimate from"
+    at_once = missing or f"of decode, {found.concurrency:,} at once, by a roofline"
+    draft.metric("ms_per_token", ms, "ms", at_once)
+    draft.metric("tokens_per_s", rate, "tokens/s", at_once)
+    by = missing and "no estimate of time: layouts were compared by their sizes"
+    draft.metric("objective", found.objective, "", by or f"of {len(found.ranking)} layouts that fit")
     if not found.fits:
         nearest = found.nearest
         said = f"{nearest.describe()} on {nearest.world_size} x {found.cluster.device.name}" if nearest else None
         draft.metric("nearest_plan", said, "", "" if said else "no layout of this device fits")
 
 
-def _tables(draft: Draft, spec: ModelSpec, found: Plan) -> None:
+def _tables(draft: Draft, spec: ModelSpec, found: Plan, exchange: str) -> None:
     draft.table("ranks", _rank_rows(found))
-    worst = found.largest
-    draft.table(
-        "step_time_ms",
-        (
-            _time_row(
-                step_time(
-                    spec,
-                    found.mesh,
-                    found.cluster,
-                    phase,
-                    tokens,
-                    active,
-                    bytes_read(spec, worst.weights, worst.cache + worst.state, tokens),
-                )
-            )
-            for phase, tokens, active in (
-                ("prefill", min(PREFILL_TOKENS, found.context), found.totals.active_parameters),
-                ("decode", found.concurrency, found.totals.active_parameters),
-            )
-        ),
-    )
+    estimate, roofline = found.estimate, Roofline(spec, found.cluster, exchange)
+    draft.table("step_time_ms", (_time_row(step) for step in (estimate.prefill, estimate.decode)))
     draft.table(
         "communication_bytes_per_token",
         (
-            {"phase": phase, **msgspec.to_builtins(row)}
-            for phase in ("prefill", "decode")
-            for row in traffic(spec, found.mesh)
+            {"phase": step.phase, **msgspec.to_builtins(row)}
+            for step in (estimate.prefill, estimate.decode)
+            for row in roofline.traffic(found.mesh, step.phase, step.tokens)
         ),
     )
+    draft.table("layouts", _layout_rows(found))
+
+
+def _layout_rows(found: Plan) -> Iterator[dict[str, Any]]:
+    """The layouts that were weighed against each other, the chosen one first."""
+    for place, one in enumerate(shown(found.ranking), start=1):
+        yield {
+            "place": place,
+            "mesh": one.mesh.describe(),
+            "devices": one.devices,
+            "concurrency": one.concurrency,
+            "ms_per_token": one.ms_per_token,
+            "tokens_per_s": one.tokens_per_s,
+            "prefill_ms": one.prefill.step_ms,
+            "total_bytes": one.largest_bytes,
+            "why": reason(one, found.ranking[0], found.objective),
+        }
 
 
 def _rank_rows(found: Plan) -> Iterator[dict[str, Any]]:
@@ -225,4 +233,4 @@ def _rank_rows(found: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _time_row(estimate: StepTime) -> dict[str, Any]:
-    return {**msgspec.to_builtins(estimate), "step_ms": estimate.step_ms}
+    return {**msgspec.to_builtins(estimate), "step_ms": estimate.step_ms, "bound_by": estimate.bound_by}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from firstlight.engine.findings import warning
+from firstlight.engine.model.spec import LayerSpec
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.sight import Sight
 from firstlight.engine.serving.trace import POSITIONS
 from firstlight.workbench.cases import Case
+from firstlight.workbench.golden import Golden
 from firstlight.workbench.picture_marks import agrees
 from firstlight.workbench.report import Draft
 
@@ -44,4 +47,48 @@ def as_counted(draft: Draft, engine: EngineLike, case: Case) -> Case:
             )
         )
         return replace(case, golden=replace(golden, pictures=given))
-    return case
+    return _without_padding(draft, engine, case)
+
+
+def _without_padding(draft: Draft, engine: EngineLike, case: Case) -> Case:
+    """The case without rows that are padded in front, where only those disagree and layers remember what they read.
+
+    Some references let padding into recurrent states, convolutions, spans or blocks of keys (RecurrentGemma,
+    DeepSeek-V4, MiniMax-M3, Mamba with biases): what follows it then depends on the padding, and no model that is
+    served computes that. Here padding is never computed, so that rows with and without it take the same way.
+    """
+    golden, whole = case.golden, case.golden.mask[:, 0]
+    if golden.pictures.keys() - {POSITIONS} or not any(_remembers(layer) for layer in case.spec.layers):
+        return case
+    rest = replace(case, golden=_rows(golden, whole)) if whole.any() else None
+    if rest is not None and not agrees(engine, rest, rest.golden.pictures):
+        return case
+    rows = ", ".join(str(row) for row in np.flatnonzero(~whole))
+    done = "only they disagree: left out" if rest else "they disagree, and there are no others"
+    draft.find(
+        warning(
+            "bad-golden",
+            f"rows {rows} are padded in front, and {done}; a reference whose layers remember what they read lets "
+            "padding in, and its numbers behind it are not those of the text alone",
+            file=golden.source,
+            expected="states that do not depend on padding",
+            found=f"{int((~whole).sum())} of {len(whole)} rows with padding in front",
+            next="make the golden file with padding behind, or of rows of one length",
+        )
+    )
+    return rest or case
+
+
+def _remembers(layer: LayerSpec) -> bool:
+    """Whether what a layer gives for a token depends on earlier ones beyond the keys that it sees."""
+    return any(part.cache().states or getattr(part.mixer, "blocks", None) for part in layer.whole)
+
+
+def _rows(golden: Golden, kept: NDArray[np.bool_]) -> Golden:
+    return replace(
+        golden,
+        input_ids=golden.input_ids[kept],
+        mask=golden.mask[kept],
+        pictures={name: value[kept] for name, value in golden.pictures.items()},
+        outputs={name: value[kept] for name, value in golden.outputs.items()},
+    )
