@@ -78,9 +78,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _implementation("moe", "cpu", on_cpu),
     _implementation("moe", "triton", with_triton),
     _implementation("moe", "reference", anywhere),
-    _implementation("moe_mxfp4", "cpu", on_cpu),
-    _implementation("moe_mxfp4", "triton", with_triton),
-    _implementation("moe_mxfp4", "reference", anywhere),
+    *(
+        _implementation(operator, name, supports, folder="packed")
+        for operator in ("linear_packed", "moe_packed")
+        for name, supports in (("cpu", on_cpu), ("triton", with_triton), ("reference", anywhere))
+    ),
     _implementation("sample", "cpu", on_cpu),
     _implementation("sample", "reference", anywhere),
     *LINEAR,

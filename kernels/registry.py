@@ -50,7 +50,8 @@ class Choice:
     router_topk: signatures.RouterTopk
     grouped_matmul: signatures.GroupedMatmul
     moe: signatures.Moe
-    moe_mxfp4: signatures.MoeMxfp4
+    linear_packed: signatures.LinearPacked
+    moe_packed: signatures.MoePacked
     sample: signatures.Sample
     linear: signatures.PrepareLinear
     situation: Situation

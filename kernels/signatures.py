@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from firstlight.kernels.attention.meta import AttentionMeta
+from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.sequences import Sequences
 
 
@@ -174,18 +175,22 @@ class Moe(Protocol):
     ) -> Tensor: ...
 
 
-class MoeMxfp4(Protocol):
-    """The expert layer over weights that stay packed: codes and scales of MXFP4."""
+class LinearPacked(Protocol):
+    """Multiply by a weight that stays packed, as codes and scales."""
+
+    def __call__(self, x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None = None) -> Tensor: ...
+
+
+class MoePacked(Protocol):
+    """The expert layer over weights that stay packed."""
 
     def __call__(
         self,
         x_TH: Tensor,
         ids_Tk: Tensor,
         weights_Tk: Tensor,
-        gate_up_codes: Tensor,
-        gate_up_scales: Tensor,
-        down_codes: Tensor,
-        down_scales: Tensor,
+        gate_up_E2FH: PackedMatrix,
+        down_EHF: PackedMatrix,
         activation: str = "silu",
         expert_start: int = 0,
         gate_up_bias_E2F: Tensor | None = None,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.registry import implementations
 
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
@@ -25,7 +26,7 @@ TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
 )
 """Largest difference, as a share of the reference's own root mean square plus its value at that place."""
 
-SLACK: Mapping[str, float] = MappingProxyType({"moe": 2.0, "moe_mxfp4": 2.0})
+SLACK: Mapping[str, float] = MappingProxyType({"moe": 2.0, "moe_packed": 2.0})
 """Factor on the tolerance where roundings follow one another (and Triton's interpreter cuts bfloat16 off)."""
 
 
@@ -95,7 +96,8 @@ FOLDERS: Mapping[str, str] = MappingProxyType(
         "router_topk": "router_topk",
         "grouped_matmul": "moe",
         "moe": "moe",
-        "moe_mxfp4": "moe_mxfp4",
+        "linear_packed": "packed",
+        "moe_packed": "packed",
         "sample": "sample",
     }
 )
@@ -178,7 +180,13 @@ def run(function: Callable[..., Any], call: Call) -> tuple[Tensor, ...]:
 
 
 def _tensors(call: Call) -> list[Tensor]:
-    return [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
+    found: list[Tensor] = []
+    for one in (*call.args, *call.kwargs.values()):
+        if isinstance(one, PackedMatrix):
+            found += (one.code_bytes, one.stored_scales)
+        elif isinstance(one, Tensor):
+            found.append(one)
+    return found
 
 
 class _NanFilled(TorchFunctionMode):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from firstlight.engine.parallel.kept import kept_roles
 from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.loader import TORCH_DTYPES
 from firstlight.kernels.registry import choose
@@ -58,6 +59,8 @@ def doctor(
     draft.table("devices", _devices())
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         progress(f"choose operators for {device}")
+        roles, why = kept_roles("auto", device)
+        draft.metric(f"packed_{device}", ", ".join(sorted(roles)), "", f"of quantized weights: {why} (--packed)")
         draft.table(f"operators_{device}_{dtype.lower()}", _operators(device, dtype, checkpoint, settings))
     if bandwidth:
         _bandwidth(draft, progress)

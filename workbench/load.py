@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,9 +21,12 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
+from firstlight.engine.parallel.kept import SCALE, Wish, kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.formats.fp8 import block_words
+from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.pages import Pages, reserve
 from firstlight.engine.weights.sources.local import LocalFiles, Method
@@ -52,12 +56,13 @@ def load(
     reader: Method = "auto",
     hashes: bool = False,
     limit: bool = True,
+    packed: Wish = "auto",
 ) -> Report:
     """Loads the weights of every rank of `mesh` and reports what came where.
 
     `reader`: how local files are read. `hashes`: also the SHA-256 of every parameter as it is in memory. `limit`: also
-    what the source gives at best. Raises `Refused` before the first byte when files are broken, the ledger has a gap or
-    the mesh is impossible.
+    what the source gives at best. `packed`: whether quantized weights stay packed (`kept_roles`). Raises `Refused`
+    before the first byte when files are broken, the ledger has a gap or the mesh is impossible.
     """
     mesh, progress = mesh or Mesh(), progress or Progress()
     checkpoint = Checkpoint.open(source)
@@ -82,8 +87,10 @@ def load(
     layers: list[dict[str, Any]] = []
     roles: dict[str, list[int]] = {}
     hashed: list[dict[str, Any]] = []
+    keep, why = kept_roles(packed, "cpu" if _is_cpu(device) else _device(device).type)
+    held: dict[tuple[str, str], list[int]] = {}
     for rank in range(mesh.world_size):
-        pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=True)
+        pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep)
         progress(_phase("reserve memory", rank, mesh.world_size))
         started_s = time.perf_counter()
         listen = _Listener(progress, rank, mesh.world_size)
@@ -92,6 +99,7 @@ def load(
         rows.append({**_rank_row(mesh, pieces, weights), "load_s": took_s, "held_s": listen.held_s})
         layers += listen.rows
         _add_roles(roles, pieces, weights)
+        _add_packed(held, pieces)
         if hashes:
             hashed += hash_rows(pieces, weights)
         origin = weights.origin
@@ -99,6 +107,7 @@ def load(
         gc.collect()
     _ranks(draft, rows, run_dtype)
     _memory(draft, rows, roles)
+    _packed(draft, ledger, held, why)
     rate = _against_limit(draft, rows, checkpoint, origin, threads or checkpoint.source.shape.in_flight, limit)
     draft.table("by_layer", (_with_rate(row, rate, _is_held(rows)) for row in layers))
     if hashes:
@@ -133,8 +142,12 @@ def hash_rows(pieces: RankPieces, weights: Weights) -> Iterator[dict[str, Any]]:
 
 def _early(device: str, pieces: RankPieces) -> Pages | None:
     """Memory that the system backs while torch is being imported, where it is sure to be memory of the CPU."""
-    is_cpu = device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
-    return reserve(storage.nbytes for storage in pieces.storages) if is_cpu else None
+    return reserve(storage.nbytes for storage in pieces.storages) if _is_cpu(device) else None
+
+
+def _is_cpu(device: str) -> bool:
+    """Whether the CPU is sure to be meant; asks without torch."""
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
 def _load_rank(
@@ -293,6 +306,32 @@ def _add_roles(roles: dict[str, list[int]], pieces: RankPieces, weights: Weights
         total = roles.setdefault(storage.role, [0, 0])
         total[0] += storage.nbytes
         total[1] += weights.storages[storage.name].nbytes
+
+
+def _add_packed(held: dict[tuple[str, str], list[int]], pieces: RankPieces) -> None:
+    """Of weights that stay packed, by role and form: bytes they take, and bytes they would take unpacked."""
+    sizes = {storage.name: storage.nbytes for storage in pieces.storages}
+    for storage in pieces.storages:
+        packing = pieces.packings.get(storage.name)
+        if packing is not None:
+            total = held.setdefault((storage.role, f"{packing.code}, {block_words(packing.block)}"), [0, 0])
+            elements = math.prod(storage.shape[:-1]) * packing.columns
+            total[0] += storage.nbytes + sizes[storage.name + SCALE]
+            total[1] += elements * DTYPE_BITS[pieces.dtype] // 8
+
+
+def _packed(draft: Draft, ledger: Ledger, held: Mapping[tuple[str, str], list[int]], why: str) -> None:
+    """What stays packed, and why that; nothing of a checkpoint without packed weights."""
+    if all(source.packed is None for source in ledger.sources.values()):
+        return
+    draft.metric("packed_bytes", sum(packed for packed, _ in held.values()), "B", why)
+    draft.table(
+        "packed",
+        (
+            {"role": role, "form": form, "resident_bytes": packed, "unpacked_bytes": unpacked}
+            for (role, form), (packed, unpacked) in held.items()
+        ),
+    )
 
 
 def _memory(draft: Draft, rows: list[dict[str, Any]], roles: dict[str, list[int]]) -> None:

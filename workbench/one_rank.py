@@ -18,6 +18,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
+from firstlight.engine.parallel.kept import Wish, kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import Piece, RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -47,6 +48,7 @@ def one_rank(
     forward: bool = False,
     dtype: str = "auto",
     threads: int | None = None,
+    packed: Wish = "auto",
     progress: Progress | None = None,
 ) -> Report:
     """The share of `rank` in `mesh`: all of it accounted for, its `layers` [first, last) read and, if asked, run.
@@ -68,7 +70,7 @@ def one_rank(
     draft = Draft("load", f"{checkpoint.name}, rank {rank} of {mesh.world_size}, {mesh.describe()}")
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
     run_dtype = spec.dtype if dtype == "auto" else dtype
-    share = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=True)
+    share = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=kept_roles(packed, "cpu")[0])
     start, stop = layers or (share.layers[0], share.layers[0] + 1)
     _refuse_elsewhere(spec, share, start, stop)
     chosen = _only(share, start, stop)

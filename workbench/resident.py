@@ -1,29 +1,35 @@
-"""What quantized weights take once they are loaded: experts in MXFP4 stay packed, the rest is unpacked. No torch."""
+"""What quantized weights take once they are loaded: what operators multiply by stays packed, the rest is unpacked."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Collection, Hashable, Mapping
 
 from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.spec import ModelSpec, Param
-from firstlight.engine.parallel.census import census
+from firstlight.engine.parallel.census import census_by
+from firstlight.engine.parallel.kept import Share, fit, kept_roles, together
 from firstlight.engine.parallel.layouts import Layouts, fullest
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
-from firstlight.engine.parallel.placement import localize
+from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.parallel.plan import Plan
-from firstlight.engine.weights.formats.grid import Format
-from firstlight.engine.weights.formats.mxfp4 import GROUP, MxFp4
+from firstlight.engine.weights.formats.grid import Box, Format
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import StoredFormat
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.header import DTYPE_BITS, dtype_bytes
+
+GPU = "cuda"
 
 
 class Resident:
-    """Sizes in memory of a rank's weights: what `parallel.kept` keeps packed as it is stored, the rest in `dtype`."""
+    """Sizes in memory of a rank's weights: what `parallel.kept` keeps packed as it is stored, the rest in `dtype`.
 
-    def __init__(self, stored: StoredFormat, spec: ModelSpec, mesh: Mesh) -> None:
+    `roles` of weights that may stay packed. What one rank of tp cannot keep is counted as unpacked on all.
+    """
+
+    def __init__(self, stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]) -> None:
         self._stored, self._plain = stored, Plain(spec.dtype)
-        self._keeps = _cut_between_groups(spec, mesh)
+        self._kept = _kept_homes(stored, spec, mesh, roles)
 
     def layer_key(self, layer: int) -> Hashable:
         return self._stored.layer_key(layer)
@@ -35,36 +41,68 @@ class Resident:
         return not self._is_kept(param) or self._stored.is_even(param, shape)
 
     def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
-        return (self._stored if self._is_kept(param) else self._plain).nbytes(param, shape, start)
+        """Of what stays packed, codes and scales; what else is stored of it is read and left."""
+        found = self.format_of(param)
+        if found is None or not math.prod(shape):
+            return self._plain.nbytes(param, shape, start)
+        first = start or (0,) * len(shape)
+        box: Box = tuple((begin, begin + size) for begin, size in zip(first, shape, strict=True))
+        bounds = ((part, part.bounds(box, param.shape)) for part in found.parts[:2])
+        return sum(dtype_bytes(part.dtypes[0], math.prod(stop - low for low, stop in own)) for part, own in bounds)
 
-    def keeps_any(self, spec: ModelSpec) -> bool:
-        """Whether any parameter stays packed."""
-        return any(self._is_kept(kind.param) for kind in census(spec))
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of which some stay packed."""
+        return tuple(sorted(set(self._kept.values())))
 
     def _is_kept(self, param: Param) -> bool:
-        return self._keeps and param.role == "expert" and isinstance(self._stored.format_of(param), MxFp4)
+        return len(param.shape) == 2 and param.home in self._kept and self._stored.format_of(param) is not None
 
 
-def _cut_between_groups(spec: ModelSpec, mesh: Mesh) -> bool:
-    """Whether every rank's share of every expert is rows of whole groups."""
-    for kind in census(spec):
-        if kind.param.role == "expert" and len(kind.param.shape) == 2:
-            local = localize(kind.param.shape, kind.placements, Mesh(tp=mesh.tp), Coordinates(tp=0))
-            if local is None or local.shape[-1] % GROUP:
-                return False
-    return True
+def _kept_homes(stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]) -> Mapping[str, str]:
+    """The homes of weights that every rank of tp keeps packed, with their role; layers alike stand for one another."""
+    lost: set[str] = set()
+    found: dict[str, str] = {}
+    params = [kind.param for kind in census_by(spec, stored.layer_key)]
+    for index in range(mesh.tp):
+        held = [(param, _local(param, mesh, index)) for param in params]
+        for homes in together(held, roles):
+            names = {home: group[0][0].role for home, group in homes.items()}
+            found.update(names)
+            if not all(_fits(stored, group) for group in homes.values()):
+                lost.update(names)
+    return {home: role for home, role in found.items() if home not in lost}
+
+
+def _local(param: Param, mesh: Mesh, index: int) -> Local:
+    """A rank's share of a parameter along tp, whoever holds it along the other axes."""
+    placements = tuple(place for place in param.placements if not isinstance(place, Expert))
+    local = localize(param.shape, placements, Mesh(tp=mesh.tp), Coordinates(tp=index))
+    assert local is not None, param.name
+    return local
+
+
+def _fits(stored: StoredFormat, group: list[tuple[Param, Local]]) -> bool:
+    shares = []
+    for param, local in group:
+        format_ = stored.format_of(param)
+        if format_ is None or format_.swapped:
+            return False
+        rows, columns = local.bounds
+        shares.append(Share(format_, format_.parts[0].dtypes[0], rows, columns, (param.shape[0], param.shape[1])))
+    return fit(shares)
 
 
 def resident_finding(
     spec: ModelSpec, stored: StoredFormat, found: Plan, cache_dtype: str, full_window: bool
 ) -> tuple[int, Finding]:
     """Bytes of weights on the fullest rank of a plan once they are loaded, and what that means for it."""
-    held = Resident(stored, spec, found.mesh)
+    held = Resident(stored, spec, found.mesh, kept_roles("auto", GPU)[0])
     element_bytes = DTYPE_BITS[cache_dtype] // 8
     layouts = Layouts(spec, held, found.cluster, found.usable_bytes, found.context, element_bytes, full_window)
     worst = fullest(layouts.ranks(found.mesh, found.concurrency))
     fits = worst.total <= found.usable_bytes
-    kept = "experts stay packed, the rest is unpacked" if held.keeps_any(spec) else "they are unpacked"
+    kept = f"{_words(held.roles)} stay packed, the rest is unpacked" if held.roles else "they are unpacked"
     say = note if fits else warning
     return worst.weight_bytes, say(
         "unpacked-weights",
@@ -74,3 +112,8 @@ def resident_finding(
         found=f"{worst.weight_bytes:,} bytes as loaded",
         next="nothing to do" if fits else "use more devices, or an engine that computes with packed weights",
     )
+
+
+def _words(roles: tuple[str, ...]) -> str:
+    names = {"expert": "experts", "attention": "attention", "mlp": "dense layers"}
+    return ", ".join(name for role, name in names.items() if role in roles)

@@ -1,24 +1,30 @@
 """Weights that stay packed on a rank: codes and scales side by side, as they are stored. No torch.
 
-Experts in MXFP4 are kept so where an operator multiplies by them (`moe_mxfp4`) and a rank's share begins and ends
-between groups. Everything else that is stored packed is unpacked while it is read.
+A weight is kept so where an operator multiplies by its codes (`Format.packing`), nothing but a product reads it, and a
+rank's share begins and ends between blocks. Everything else that is stored packed is unpacked while it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from firstlight.engine.model.spec import Param
 from firstlight.engine.parallel.placement import Local
-from firstlight.engine.weights.formats.mxfp4 import GROUP, MxFp4
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Format, Packing
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.ledger import Ledger, Region
 from firstlight.engine.weights.source import Source
 
 SCALE = "_scale"  # what the names of scales end with, behind that of the weight
+SCALES = frozenset(("F32", "BF16", "F16", "U8", "F8_E8M0"))
+# Weights that are read by products alone, by the last part of their name; what a block reads otherwise is unpacked.
+PRODUCTS = frozenset(("qkv", "o", "q", "q_a", "q_b", "kv", "kv_a", "g", "gate", "up", "gate_up", "down", "in", "o_b"))
+Wish = Literal["auto", "always", "never"]
+WISHES: tuple[Wish, ...] = ("auto", "always", "never")
 
 
 class Kept(NamedTuple):
@@ -28,37 +34,130 @@ class Kept(NamedTuple):
     local: Local
     tensor: TensorInfo
     region: Region
+    packing: Packing | None  # of codes
 
 
-def kept_packed(held: Sequence[tuple[Param, Local]], ledger: Ledger) -> dict[str, tuple[Kept, ...]]:
+class Share(NamedTuple):
+    """A rank's [start, stop) in rows and columns of a weight with so many, in a format."""
+
+    format: Format
+    codes: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    shape: tuple[int, int]
+
+
+def kept_roles(wish: Wish, device_type: str) -> tuple[frozenset[str], str]:
+    """The roles of weights that stay packed where they can, and why these.
+
+    On CPUs a linear layer reads numbers faster than it unpacks codes, every step anew; of experts only those that
+    tokens chose are unpacked.
+    """
+    if wish == "never":
+        return frozenset(), "everything is unpacked when it is read, as asked for"
+    if wish == "always":
+        return frozenset(
+            ("expert", "attention", "mlp")
+        ), "whatever an operator can multiply by stays packed, as asked for"
+    if device_type == "cpu":
+        return frozenset(("expert",)), "experts stay packed; linear layers are unpacked, which CPUs multiply by faster"
+    return frozenset(("expert", "attention", "mlp")), "whatever an operator can multiply by stays packed"
+
+
+def kept_packed(
+    held: Sequence[tuple[Param, Local]], ledger: Ledger, roles: Collection[str]
+) -> dict[str, tuple[Kept, ...]]:
     """By name of the parameters that stay packed, the codes and scales that take their place.
 
-    A layer's experts are kept together or not at all: one operator multiplies by all of them.
+    Parameters that share an allocation, and all experts of a layer, are kept together or not at all: one operator
+    multiplies by all of them.
     """
-    groups: dict[str, list[tuple[Param, Local]]] = {}
-    for param, local in held:
-        if param.role == "expert" and len(param.shape) == 2:
-            groups.setdefault(param.home.rpartition(".")[0], []).append((param, local))
     found: dict[str, tuple[Kept, ...]] = {}
-    for group in groups.values():
-        if all(_is_whole(ledger.sources[param.name], local) for param, local in group):
-            found.update((param.name, tuple(_parts(param, local, ledger))) for param, local in group)
+    for homes in together(held, roles):
+        if all(_is_kept(group, ledger) for group in homes.values()):
+            for param, local in (one for group in homes.values() for one in group):
+                found[param.name] = tuple(_parts(param, local, ledger))
     return found
 
 
-def _is_whole(source: Source, local: Local) -> bool:
-    """Whether the share of a weight in MXFP4 is rows of whole groups."""
-    if source.packed is None or not isinstance(source.packed.format, MxFp4) or source.transpose:
+def together(
+    held: Iterable[tuple[Param, Local]], roles: Collection[str]
+) -> Iterable[Mapping[str, list[tuple[Param, Local]]]]:
+    """The parameters that may stay packed, by home, in groups of homes of which all stay packed or none."""
+    groups: dict[str, dict[str, list[tuple[Param, Local]]]] = {}
+    for param, local in held:
+        if param.role in roles and len(param.shape) == 2 and (param.role == "expert" or _is_of_product(param)):
+            of = param.home.rpartition(".")[0] if param.role == "expert" else param.home
+            groups.setdefault(of, {}).setdefault(param.home, []).append((param, local))
+    return groups.values()
+
+
+def _is_of_product(param: Param) -> bool:
+    parts = param.home.split(".")
+    return parts[-1] == "weight" and len(parts) > 1 and parts[-2] in PRODUCTS
+
+
+def _is_kept(group: Sequence[tuple[Param, Local]], ledger: Ledger) -> bool:
+    """Whether the parameters of one home can stay packed in it, one behind the other."""
+    by_expert: dict[int | None, list[Share]] = {}
+    scales = set()
+    for param, local in group:
+        share = _share(ledger.sources[param.name], local)
+        if share is None:
+            return False
+        packed = ledger.sources[param.name].packed
+        assert packed is not None
+        scales.add(packed.tensors[1].dtype)
+        by_expert.setdefault(param.expert, []).append(share)
+    return len(scales) == 1 and scales <= SCALES and all(map(fit, by_expert.values()))
+
+
+def _share(source: Source, local: Local) -> Share | None:
+    """What a rank reads of a packed weight; None where it is not a run of rows and columns of it."""
+    if source.packed is None or source.transpose or source.packed.format.swapped:
+        return None
+    *_, rows, columns = source.cut(local.bounds)
+    whole = tuple(stop - start for start, stop in local.bounds)
+    if rows[2] != 1 or columns[2] != 1 or local.shape != whole:
+        return None
+    packed = source.packed
+    return Share(packed.format, packed.tensors[0].dtype, rows[:2], columns[:2], (packed.shape[-2], packed.shape[-1]))
+
+
+def fit(shares: Sequence[Share]) -> bool:
+    """Whether shares of weights can lie one behind the other, codes and scales: all in one form, cut between blocks."""
+    forms = {(share.format.packing(share.codes), share.codes) for share in shares}
+    packing = next(iter(forms))[0]
+    if len(forms) > 1 or packing is None or (packing.block[0] == WHOLE and len(shares) > 1):
         return False
-    rows, (start, stop, _) = source.cut(local.bounds)[-2:]
-    return rows[2] == 1 and start % GROUP == 0 and stop % GROUP == 0
+    for index, share in enumerate(shares):
+        start, stop = share.rows
+        unit = _unit(share.format, ROWS)
+        if start % unit or ((stop - start) % unit and index + 1 < len(shares)):
+            return False
+        if stop % unit and stop != share.shape[0]:
+            return False
+        unit, (start, stop) = _unit(share.format, COLUMNS), share.columns
+        if start % unit or (stop % unit and stop != share.shape[1]):
+            return False
+    return True
+
+
+def _unit(format_: Format, dim: int) -> int:
+    """Rows or columns that no cut may part: the blocks of codes and of scales."""
+    axes = (axis for part in format_.parts[:2] for axis in part.dims if isinstance(axis, Axis) and axis.dim == dim)
+    return math.lcm(*(axis.block for axis in axes))
 
 
 def _parts(param: Param, local: Local, ledger: Ledger) -> Iterable[Kept]:
     source = ledger.sources[param.name]
     assert source.packed is not None
     box = tuple((start, stop) for start, stop, _ in source.cut(local.bounds))
-    for suffix, (info, bounds) in zip(("", SCALE), source.packed.bounds(box), strict=True):
+    codes = source.packed.tensors[0].dtype
+    packing = source.packed.format.packing(codes)
+    assert packing is not None
+    columns = box[-1][1] - box[-1][0]
+    for suffix, (info, bounds) in zip(("", SCALE), source.packed.bounds(box)[:2], strict=True):
         shape = tuple(stop - start for start, stop in bounds)[-2:]
         stored = msgspec.structs.replace(
             param,
@@ -67,4 +166,6 @@ def _parts(param: Param, local: Local, ledger: Ledger) -> Iterable[Kept]:
             storage=param.home + suffix,
             dtype=info.dtype,
         )
-        yield Kept(stored, Local(bounds[-2:], shape), info, tuple((start, stop, 1) for start, stop in bounds))
+        how = msgspec.structs.replace(packing, columns=columns) if not suffix else None
+        region = tuple((start, stop, 1) for start, stop in bounds)
+        yield Kept(stored, Local(bounds[-2:], shape), info, region, how)

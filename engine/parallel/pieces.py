@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -13,7 +13,7 @@ from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.kept import Kept, kept_packed
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
-from firstlight.engine.weights.formats.grid import Packed
+from firstlight.engine.weights.formats.grid import Packed, Packing
 from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import Ledger, Region
 
@@ -51,7 +51,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
-    """All storages of a rank in forward order and, with a ledger, the pieces that fill them."""
+    """All storages of a rank in forward order and, with a ledger, the pieces that fill them.
+
+    `packings`: storages that hold codes of weights that stay packed -> how operators multiply by them.
+    """
 
     rank: int
     at: Coordinates
@@ -60,6 +63,7 @@ class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     tied_head: bool
     dtype: str  # of the run: what storages have unless the architecture pins another
+    packings: Mapping[str, Packing] = {}
 
     @property
     def nbytes(self) -> int:
@@ -122,11 +126,11 @@ def on_stage(param: Param, cut: tuple[int, int], num_layers: int) -> bool:
 
 
 def rank_pieces(
-    spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None, keep_packed: bool = False
+    spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None, keep_packed: Collection[str] = ()
 ) -> RankPieces:
     """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding if both are.
 
-    `keep_packed`: experts stay as they are stored where an operator multiplies by them so (see `kept`).
+    `keep_packed`: roles of weights that stay as they are stored where an operator multiplies by them so (see `kept`).
     """
     at = mesh.coordinates(rank)
     cut = stages(spec, mesh.pp)[at.pp]
@@ -141,7 +145,7 @@ def rank_pieces(
         local = localize(param.shape, param.placements, mesh, at)
         if local is not None:
             held.append((param, local))
-    kept = kept_packed(held, ledger) if ledger is not None and keep_packed else {}
+    kept = kept_packed(held, ledger, keep_packed) if ledger is not None and keep_packed else {}
     laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
     storages, offsets = _storages(laid_out, dtype)
     pieces: list[Piece] = []
@@ -159,6 +163,7 @@ def rank_pieces(
         pieces=tuple(pieces),
         tied_head=tied and cut == (0, spec.num_layers),
         dtype=dtype,
+        packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.packing is not None},
     )
 
 

@@ -10,7 +10,6 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,8 @@ from torch import Tensor
 
 from firstlight.kernels.gated_activation.triton import gated_activation
 from firstlight.kernels.moe.reference import plain_activation
+from firstlight.kernels.packed.decode import ALL, PLAIN, weight_tile
+from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
 from firstlight.kernels.triton_support import dot, needs_upcast, unit_last_stride
 
 
@@ -39,7 +40,8 @@ def expert_of_tile(group_start_ptr, num_experts, tile, BLOCK_E: tl.constexpr, BL
 @triton.jit
 def _grouped_matmul_kernel(
     x_ptr,
-    weight_ptr,
+    weight_ptr,  # [E, F, H], or codes of it
+    scale_ptr,  # a scale for each block of codes; not read of a plain weight
     out_ptr,
     group_start_ptr,
     row_ptr,  # which row of x stands at a sorted place; not read unless GATHER
@@ -48,6 +50,8 @@ def _grouped_matmul_kernel(
     x_stride,
     weight_stride_expert,
     weight_stride_row,
+    scale_stride_expert,
+    scale_stride_row,
     H: tl.constexpr,
     F: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -57,6 +61,11 @@ def _grouped_matmul_kernel(
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
+    CODE: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    HAS_EXPONENTS: tl.constexpr,
 ):
     expert, tile_of_expert = expert_of_tile(group_start_ptr, num_experts, tl.program_id(0), BLOCK_E, BLOCK_M)
     if expert < num_experts:
@@ -68,13 +77,26 @@ def _grouped_matmul_kernel(
         column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
         depth = tl.arange(0, BLOCK_H)
         x_row = x_ptr + row.to(tl.int64) * x_stride
-        weight_row = weight_ptr + tl.cast(expert, tl.int64) * weight_stride_expert + column * weight_stride_row
+        expert_64, column_64 = tl.cast(expert, tl.int64), column.to(tl.int64)
+        weight_row = weight_ptr + expert_64 * weight_stride_expert + column_64 * weight_stride_row
+        scale_row = scale_ptr + expert_64 * scale_stride_expert + column_64 // SCALE_ROWS * scale_stride_row
         acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
         for first in range(0, H, BLOCK_H):
             inner = first + depth
             x = tl.load(x_row[:, None] + inner[None, :], mask=is_row[:, None] & (inner < H)[None, :], other=0.0)
             in_weight = (inner < H)[:, None] & (column < F)[None, :]
-            weight = tl.load(weight_row[None, :] + inner[:, None], mask=in_weight, other=0.0)
+            weight = weight_tile(
+                weight_row[None, :],
+                scale_row[None, :],
+                inner[:, None],
+                in_weight,
+                x.dtype,
+                UPCAST,
+                CODE,
+                IS_NARROW,
+                SCALE_COLUMNS,
+                HAS_EXPONENTS,
+            )
             acc = dot(x, weight, acc, UPCAST)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + tl.cast(expert, tl.int64) * F + column, mask=column < F, other=0.0)
@@ -115,7 +137,7 @@ def _combine_kernel(
 def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
     """Multiply each expert's rows by its own weight (see the reference for the contract)."""
     out_MF = torch.zeros(x_MH.shape[0], weight_EFH.shape[1], dtype=x_MH.dtype, device=x_MH.device)
-    return _grouped_matmul(x_MH, weight_EFH, group_start_E1, out_MF)
+    return multiply_groups(x_MH, weight_EFH, group_start_E1, out_MF)
 
 
 def moe(
@@ -137,36 +159,36 @@ def moe(
     fixed order, so the result does not change from run to run.
     """
 
-    def enter(x_MH: Tensor, group_start_E1: Tensor, out_MF: Tensor, row_M: Tensor | None) -> None:
-        _grouped_matmul(x_MH, gate_up_E2FH, group_start_E1, out_MF, row_M, gate_up_bias_E2F)
-
-    def leave(x_MF: Tensor, group_start_E1: Tensor, out_MH: Tensor, row_M: Tensor | None) -> None:
-        _grouped_matmul(x_MF, down_EHF, group_start_E1, out_MH, row_M, down_bias_EH)
-
-    num_local, width = gate_up_E2FH.shape[:2]
     return expert_layer(
-        x_TH, ids_Tk, weights_Tk, num_local, width, enter, leave, activation, expert_start, gated, weigh_input
+        x_TH,
+        ids_Tk,
+        weights_Tk,
+        gate_up_E2FH,
+        down_EHF,
+        activation,
+        expert_start,
+        gate_up_bias_E2F,
+        down_bias_EH,
+        gated,
+        weigh_input,
     )
-
-
-Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
-"""Fills rows [M, F] with the products of rows of x, by group starts [E + 1]; which row of x stands where, or None."""
 
 
 def expert_layer(
     x_TH: Tensor,
     ids_Tk: Tensor,
     weights_Tk: Tensor,
-    num_local: int,
-    width: int,
-    enter: Product,
-    leave: Product,
+    gate_up_E2FH: Tensor | PackedMatrix,
+    down_EHF: Tensor | PackedMatrix,
     activation: str,
     expert_start: int,
+    gate_up_bias_E2F: Tensor | None,
+    down_bias_EH: Tensor | None,
     gated: bool,
     weigh_input: bool,
 ) -> Tensor:
-    """The expert layer around its two products: to `width` columns, and back to the width of x."""
+    """The expert layer over weights as they are, or over packed ones."""
+    num_local, width = gate_up_E2FH.shape[:2]
     (num_tokens, hidden), top_k = x_TH.shape, ids_Tk.shape[1]
     out_TH = torch.empty(num_tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
     if num_tokens == 0:
@@ -180,13 +202,13 @@ def expert_layer(
     num_rows = order_M.numel()
     gate_up_M2F = torch.empty(num_rows, width, dtype=x_TH.dtype, device=x_TH.device)
     row_M = order_M // top_k
+    x_MH, gathered_M = x_TH, row_M if not weigh_input else None
     if weigh_input:
-        enter((x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype), group_start_E1, gate_up_M2F, None)
-    else:
-        enter(x_TH, group_start_E1, gate_up_M2F, row_M)
+        x_MH = (x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype)
+    multiply_groups(x_MH, gate_up_E2FH, group_start_E1, gate_up_M2F, gathered_M, gate_up_bias_E2F)
     hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
     down_MH = torch.empty(num_rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
-    leave(hidden_MF, group_start_E1, down_MH, None)
+    multiply_groups(hidden_MF, down_EHF, group_start_E1, down_MH, None, down_bias_EH)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
         down_MH,
@@ -203,33 +225,40 @@ def expert_layer(
     return out_TH
 
 
-def _grouped_matmul(
+def multiply_groups(
     x_MH: Tensor,
-    weight_EFH: Tensor,
+    weight_EFH: Tensor | PackedMatrix,
     group_start_E1: Tensor,
     out_MF: Tensor,
     row_M: Tensor | None = None,
     bias_EF: Tensor | None = None,
 ) -> Tensor:
-    """Fill the rows of `out_MF` that belong to a group; the others keep what they hold."""
+    """Fill the rows of `out_MF` that belong to a group; the others keep what they hold.
+
+    `row_M`: which row of x stands at a place (None: the same).
+    """
     num_rows, width = out_MF.shape
     num_experts, _, hidden = weight_EFH.shape
     if num_rows == 0:
         return out_MF
-    x_MH, weight_EFH = unit_last_stride(x_MH), unit_last_stride(weight_EFH)
+    x_MH = unit_last_stride(x_MH)
+    held, scales, how = _as_stored(weight_EFH)
     tiles = tiles_for(num_rows / num_experts, hidden, width, x_MH.dtype.itemsize)
     most_tiles = min(num_rows, triton.cdiv(num_rows, tiles.block_m) + num_experts)
     _grouped_matmul_kernel[(most_tiles, triton.cdiv(width, tiles.block_f))](
         x_MH,
-        weight_EFH,
+        held,
+        scales,
         out_MF,
         group_start_E1,
         group_start_E1 if row_M is None else row_M,
         group_start_E1 if bias_EF is None else bias_EF.contiguous(),
         num_experts,
         x_MH.stride(0),
-        weight_EFH.stride(0),
-        weight_EFH.stride(1),
+        held.stride(0),
+        held.stride(1),
+        scales.stride(0),
+        scales.stride(1),
         H=hidden,
         F=width,
         BLOCK_E=triton.next_power_of_2(num_experts),
@@ -241,8 +270,26 @@ def _grouped_matmul(
         UPCAST=needs_upcast(x_MH),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **how,
     )
     return out_MF
+
+
+def _as_stored(weight_EFH: Tensor | PackedMatrix) -> tuple[Tensor, Tensor, dict[str, object]]:
+    """What holds a weight, its scales (of a plain one: anything), and how the kernel reads them."""
+    if isinstance(weight_EFH, Tensor):
+        held = unit_last_stride(weight_EFH)
+        none = {"SCALE_ROWS": ALL, "SCALE_COLUMNS": ALL, "HAS_EXPONENTS": False}
+        return held, held, {"CODE": PLAIN, "IS_NARROW": False, **none}
+    rows, columns = weight_EFH.block
+    how = {
+        "CODE": weight_EFH.code,
+        "IS_NARROW": CODE_BITS[weight_EFH.code] == 4,
+        "SCALE_ROWS": rows or ALL,
+        "SCALE_COLUMNS": columns or ALL,
+        "HAS_EXPONENTS": weight_EFH.has_exponents,
+    }
+    return unit_last_stride(weight_EFH.code_bytes), unit_last_stride(weight_EFH.stored_scales), how
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Legend: B sequences, T real tokens of all of them flattened, H hidden, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,23 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Direct:
-    """One rank's part of a checkpoint in float32."""
+    """One rank's part of a checkpoint in float32; weights of the roles `keep` stay packed where they can."""
 
-    def __init__(self, path: Path, mesh: Mesh | None = None, rank: int = 0, comms: Comms | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+        comms: Comms | None = None,
+        keep: Collection[str] = ("expert",),
+    ) -> None:
         checkpoint = Checkpoint.open(str(path))
         self.spec, matcher = FAMILIES.describe(checkpoint.config)
         self.ledger = account(checkpoint, self.spec, matcher)
         self.ledger.refuse_if_incomplete()
         self.comms = comms or Comms.alone()
         self.weights: Weights = load(
-            checkpoint, rank_pieces(self.spec, mesh or Mesh(), rank, "F32", self.ledger, keep_packed=True)
+            checkpoint, rank_pieces(self.spec, mesh or Mesh(), rank, "F32", self.ledger, keep_packed=keep)
         )
         self.ops: Choice = choose("cpu", torch.float32, {})
         self.model = Model(self.spec, self.weights, self.ops)

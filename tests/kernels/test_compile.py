@@ -27,7 +27,10 @@ WANTED = (
     "selective_scan:steps and chunks",
     "router_topk:odd groups",
     "moe:odd sizes",
-    "moe_mxfp4:one token",
+    "linear_packed:INT4, a last",
+    "linear_packed:FP8",
+    "moe_packed:MXFP4, one token",
+    "moe_packed:INT8",
     "grouped_matmul:many rows",
 )
 

@@ -28,7 +28,8 @@ PROTOCOLS = {
     "router_topk": signatures.RouterTopk,
     "grouped_matmul": signatures.GroupedMatmul,
     "moe": signatures.Moe,
-    "moe_mxfp4": signatures.MoeMxfp4,
+    "linear_packed": signatures.LinearPacked,
+    "moe_packed": signatures.MoePacked,
     "sample": signatures.Sample,
 }
 

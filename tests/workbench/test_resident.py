@@ -9,6 +9,7 @@ import pytest
 
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.hardware import Cluster, Device
+from firstlight.engine.parallel.kept import kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.plan import make_plan
@@ -27,22 +28,29 @@ def cluster(count: int, memory_bytes: int) -> Cluster:
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=2), Mesh(tp=2), Mesh(tp=2, ep=2)], ids=Mesh.describe)
 @pytest.mark.parametrize("name", ["mxfp4", "fp8-blocks", "packed-int4"])
 def test_bytes_are_those_that_ranks_hold(name: str, mesh: Mesh, tmp_path: Path) -> None:
-    """Experts of 64 channels stay packed on one rank and on two; a share of half a group would be unpacked."""
+    """Experts of 64 channels in groups of 32 stay packed on one rank; a share of half a group would be unpacked."""
     ledger, _ = written("qwen3_moe", CONFIGS[name], tmp_path)
     config = {**MODELS["qwen3_moe"], "quantization_config": CONFIGS[name], "dtype": "bfloat16"}
     spec, matcher = FAMILIES.describe(config)
     stored = stored_format(config, spec.dtype, matcher.rules)
     found = make_plan(spec, stored, cluster(4, 1 << 30), mesh)
-    ranks = [rank_pieces(spec, mesh, r, spec.dtype, ledger, keep_packed=True).nbytes for r in range(mesh.world_size)]
+    keep, _ = kept_roles("auto", "cuda")
+    ranks = [rank_pieces(spec, mesh, r, spec.dtype, ledger, keep_packed=keep).nbytes for r in range(mesh.world_size)]
     loaded, finding = resident_finding(spec, stored, found, "BF16", full_window=False)
     assert loaded == max(ranks)
-    assert ("experts stay packed" in finding.message) == (name == "mxfp4" and mesh.tp == 1)
-    assert loaded > found.weight_bytes_per_device
+    cuts_experts = name == "mxfp4" and mesh.tp == 2
+    assert ("experts, attention, dense layers stay packed" in finding.message) == (not cuts_experts)
+    assert ("them attention, dense layers stay packed" in finding.message) == cuts_experts
+    if name == "packed-int4":
+        assert loaded < found.weight_bytes_per_device, "true shapes are read and left"
+    else:
+        assert (loaded > found.weight_bytes_per_device) == cuts_experts
 
 
 def test_a_plan_that_fits_as_stored_and_not_as_loaded(tmp_path: Path) -> None:
-    written("llama", CONFIGS["packed-int4"], tmp_path)
-    config: dict[str, Any] = {**MODELS["llama"], "quantization_config": CONFIGS["packed-int4"]}
+    """AWQ has its codes along the outputs, which no operator multiplies by."""
+    written("llama", CONFIGS["awq"], tmp_path)
+    config: dict[str, Any] = {**MODELS["llama"], "quantization_config": CONFIGS["awq"]}
     spec, matcher = FAMILIES.describe(config)
     stored = stored_format(config, spec.dtype, matcher.rules)
     packed = make_plan(spec, stored, cluster(1, 1 << 30), Mesh(), context=spec.max_positions)

@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             forward=arguments.forward,
             dtype=arguments.dtype,
             threads=arguments.load_threads,
+            packed=arguments.packed,
             progress=session.progress("load"),
         )
         return _with_unused(report, arguments)
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         reader=arguments.reader,
         hashes=arguments.hash,
         limit=not arguments.no_limit,
+        packed=arguments.packed,
         progress=session.progress("load"),
     )
     return _with_unused(report, arguments)

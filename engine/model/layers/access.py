@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
+from firstlight.engine.parallel.kept import SCALE
 from firstlight.engine.weights.expert_cache import ExpertCache
+from firstlight.engine.weights.formats.grid import Packing
+from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.registry import Choice
 from firstlight.kernels.signatures import PreparedLinear
 
@@ -16,15 +20,19 @@ ROW_COUNTS = (1, 16)  # rows a linear layer sees in decode: what implementations
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The storages below `prefix`, and the operators that were chosen for them."""
+    """The storages below `prefix`, and the operators that were chosen for them.
+
+    `packings`: storages that hold codes -> how they are multiplied by.
+    """
 
     storages: Mapping[str, Tensor]
     ops: Choice
     prefix: str = ""
     cached: ExpertCache | None = None
+    packings: Mapping[str, Packing] = field(default_factory=dict)
 
     def into(self, name: str) -> Access:
-        return Access(self.storages, self.ops, f"{self.prefix}{name}.", self.cached)
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def experts(self) -> ExpertCache | None:
         """Where the experts below this prefix are found, if they are not among the storages."""
@@ -34,11 +42,35 @@ class Access:
         return self.prefix + name in self.storages
 
     def tensor(self, name: str) -> Tensor:
+        assert self.packing(name) is None, f"{self.prefix}{name} holds codes"
         return self.storages[self.prefix + name]
 
     def maybe(self, name: str) -> Tensor | None:
-        return self.storages.get(self.prefix + name)
+        return self.tensor(name) if self.has(name) else None
+
+    def packing(self, name: str) -> Packing | None:
+        """How a weight that stays packed is multiplied by; None for any other."""
+        return self.packings.get(self.prefix + name)
+
+    def rows(self, name: str) -> int:
+        """Rows of `name.weight` on this rank."""
+        return self.storages[f"{self.prefix}{name}.weight"].shape[0]
+
+    def columns(self, name: str) -> int:
+        """Columns of `name.weight` on this rank, packed or not."""
+        packing = self.packing(f"{name}.weight")
+        return self.tensor(f"{name}.weight").shape[1] if packing is None else packing.columns
 
     def linear(self, name: str, bias: bool = True, row_counts: Sequence[int] = ROW_COUNTS) -> PreparedLinear:
         """`name.weight` and, if there and wanted, `name.bias`, prepared by the chosen implementation."""
-        return self.ops.linear(self.tensor(f"{name}.weight"), self.maybe(f"{name}.bias") if bias else None, row_counts)
+        bias_F = self.maybe(f"{name}.bias") if bias else None
+        packing = self.packing(f"{name}.weight")
+        if packing is None:
+            return self.ops.linear(self.tensor(f"{name}.weight"), bias_F, row_counts)
+        codes, scales = (self.storages[f"{self.prefix}{name}.weight{suffix}"] for suffix in ("", SCALE))
+        return partial(self.ops.linear_packed, weight_FH=packed_matrix(codes, scales, packing), bias_F=bias_F)
+
+
+def packed_matrix(codes: Tensor, scales: Tensor, packing: Packing) -> PackedMatrix:
+    """What an operator multiplies by, of the storages that hold it."""
+    return PackedMatrix(codes, scales, packing.code, packing.block, packing.columns)

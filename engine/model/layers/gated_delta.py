@@ -28,7 +28,7 @@ class GatedDelta:
         self._dt_bias = weights.tensor("dt_bias")
         self._rate_N = weights.tensor("decay").float().flatten().exp()
         self._norm_V = weights.tensor("norm.weight")
-        self._num_heads = weights.tensor("o.weight").shape[1] // spec.value_dim
+        self._num_heads = weights.columns("o") // spec.value_dim
         self._key_heads = self._num_heads * spec.num_key_heads // spec.num_heads
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:

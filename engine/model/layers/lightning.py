@@ -21,8 +21,8 @@ class Lightning:
         self._in = weights.linear("in")
         self._o = weights.linear("o")
         self._norm = WidthNorm(specs.Norm(eps=spec.eps), weights.into("norm"))
-        self._width = weights.tensor("o.weight").shape[1]
-        self._slopes = torch.tensor(spec.slopes, device=weights.tensor("o.weight").device)
+        self._width = weights.columns("o")
+        self._slopes = torch.tensor(spec.slopes, device=weights.storages[f"{weights.prefix}o.weight"].device)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         tokens, dim, tp = x_TH.shape[0], self.spec.head_dim, batch.comms.tp

@@ -30,7 +30,7 @@ class Mamba2:
         self._dt_bias_N = weights.tensor("dt_bias")
         self._d_N1 = weights.tensor("d").unsqueeze(-1)
         self._norm_I = weights.maybe("norm.weight")
-        width = weights.tensor("o.weight").shape[1]
+        width = weights.columns("o")
         shared = (self._conv_RW.shape[0] - width) // 2
         self._rows = (width, width, shared, shared, width // spec.head_dim)
         self._scale_R = self._input_scale(self._conv_RW)

@@ -19,6 +19,7 @@ from firstlight.engine.weights.formats.grid import (
     Axis,
     Box,
     Format,
+    Packing,
     Part,
     as_grid,
     blocked,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+KINDS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}  # of codes that operators multiply by
 SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 
 
@@ -64,6 +66,10 @@ class Fp8(Format, frozen=True, kw_only=True):
             for suffix in suffixes
             for dims in spellings(block)
         )
+
+    def packing(self, codes: str) -> Packing | None:
+        is_grid = self.dims in (None, blocked(self.block))
+        return Packing(KINDS[codes], self.block) if is_grid and codes in KINDS else None
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import fp8, scale32, scaled

@@ -70,6 +70,17 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         return box[:ROWS] + own
 
 
+class Packing(msgspec.Struct, frozen=True):
+    """How an operator multiplies by codes as they lie (`kernels/packed/matrix.py`): their kind, and what shares a scale.
+
+    `columns` of the weight, once it is known which part of it a rank holds.
+    """
+
+    code: str
+    block: tuple[int, int]
+    columns: int = 0
+
+
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """A format with its parameters. Subclasses say which `parts` it has and how numbers come out of them."""
 
@@ -116,6 +127,13 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a weight of `shape` falls into shards of `local` between blocks."""
         axes = [axis for part in self.parts for axis in part.dims if isinstance(axis, Axis) and not axis.whole]
         return all(local[a.dim] == shape[a.dim] or local[a.dim] % a.block == 0 for a in axes)
+
+    def packing(self, codes: str) -> Packing | None:
+        """How an operator multiplies by codes of this dtype as they lie; None: they are always unpacked.
+
+        Then the first part holds the codes and the second the scales, both [..., rows, columns] of some block.
+        """
+        return None
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         """The numbers of `box`, float32, from the `bounds` of each part by role."""

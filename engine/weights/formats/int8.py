@@ -18,6 +18,7 @@ from firstlight.engine.weights.formats.grid import (
     Axis,
     Box,
     Format,
+    Packing,
     Part,
     as_grid,
     blocked,
@@ -54,6 +55,10 @@ class Int8(Format, frozen=True, kw_only=True):
             for zero_point in (self.zero_point, not self.zero_point)
             for dims in spellings(block)
         )
+
+    def packing(self, codes: str) -> Packing | None:
+        is_grid = self.dims in (None, blocked(self.block))
+        return Packing("int8", self.block) if is_grid and not self.zero_point else None
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import scaled, shifted

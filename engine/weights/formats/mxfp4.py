@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Packing, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,9 @@ class MxFp4(Format, frozen=True, kw_only=True):
         own = ("weight", self.names[1])
         names = dict.fromkeys((self.names, own, ("weight", "scale"), ("weight", "weight_scale_inv")))
         return tuple(MxFp4(names=name, scale=self.scale) for name in names)
+
+    def packing(self, codes: str) -> Packing:
+        return Packing("e2m1", (1, GROUP))
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import e2m1, e8m0, scaled, span

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Packing, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +59,10 @@ class PackedInt(Format, frozen=True, kw_only=True):
             for order in (self.ordered, not self.ordered)
             for shape in dict.fromkeys((self.shape_dtype, "I32", ""))
         )
+
+    def packing(self, codes: str) -> Packing | None:
+        is_plain = self.bits == 4 and not self.zero_point and not self.ordered
+        return Packing("int4", (1, self.group)) if is_plain else None
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span

@@ -10,34 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from firstlight.kernels.packed.codes import e2m1, e8m0, fp8
 
-def e2m1(packed: Tensor) -> Tensor:
-    """Bytes [..., n] -> float32 [..., 2n]: two codes a byte, the low one first.
-
-    A code's three bits stand where float16 has its exponent and mantissa, and its exponent is 14 less.
-    """
-    bits = packed.view(torch.uint8).to(torch.int16)
-    low = ((bits & 0x07) << 9) | ((bits & 0x08) << 12)
-    high = ((bits & 0x70) << 5) | ((bits & 0x80) << 8)
-    return torch.stack((low, high), dim=-1).flatten(-2).view(torch.float16).float().mul_(2.0**14)
-
-
-def fp8(codes: Tensor) -> Tensor:
-    """8-bit floats -> float32, exactly; by way of float16, whose conversion is fast on every device."""
-    if codes.dtype == torch.float8_e5m2:
-        return (codes.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).float()
-    raw = codes.view(torch.uint8)
-    if codes.dtype != torch.float8_e4m3fn or bool(((raw & 0x7F) == 0x7F).any()):  # NaN
-        return codes.float()
-    bits = raw.to(torch.int16)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float().mul_(2.0**8)
-
-
-def e8m0(stored: Tensor) -> Tensor:
-    """Bytes -> float32 2^(byte - 127), the smallest subnormal and exact; 255 is NaN."""
-    codes = stored.view(torch.uint8).int()
-    bits = torch.where(codes == 0, 1 << 22, codes << 23)
-    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
+__all__ = ["codes", "codes_down", "e2m1", "e8m0", "fp8", "of_groups", "scale32", "scaled", "shifted", "span", "spread"]
 
 
 def scale32(stored: Tensor) -> Tensor:

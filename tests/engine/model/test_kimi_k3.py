@@ -131,7 +131,7 @@ def test_experts_stay_packed_where_a_cut_falls_between_groups(
     home = write_checkpoint(tmp_path / "cut", tiny_config({"moe_intermediate_size": width}))
     checkpoint = Checkpoint.open(str(home))
     spec, matcher = FAMILIES.describe(checkpoint.config)
-    held = rank_pieces(spec, Mesh(tp=tp), tp - 1, "BF16", account(checkpoint, spec, matcher), keep_packed=True)
+    held = rank_pieces(spec, Mesh(tp=tp), tp - 1, "BF16", account(checkpoint, spec, matcher), keep_packed=("expert",))
     storages = {storage.name: (storage.dtype, storage.shape) for storage in held.storages}
     rows, columns = 2 * width // tp, width // tp
     if packed:

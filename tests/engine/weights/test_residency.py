@@ -46,7 +46,7 @@ class Held(Direct):
         self.spec, matcher = FAMILIES.describe(checkpoint.config)
         self.ledger = account(checkpoint, self.spec, matcher)
         self.comms = Comms.alone()
-        pieces = rank_pieces(self.spec, mesh or Mesh(), 0, "F32", self.ledger, keep_packed=True)
+        pieces = rank_pieces(self.spec, mesh or Mesh(), 0, "F32", self.ledger, keep_packed=("expert",))
         self.weights = hold(checkpoint, pieces, torch.device("cpu"), kind, budget_bytes)
         self.ops = choose("cpu", torch.float32, {})
         self.model = Model(self.spec, self.weights, self.ops)

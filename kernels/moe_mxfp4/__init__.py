@@ -1,1 +1,0 @@
-"""The expert layer over weights that stay packed in MXFP4."""

@@ -1,0 +1,1 @@
+"""Products with weights that stay packed, as codes with scales: linear layers and experts."""

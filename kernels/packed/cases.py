@@ -1,0 +1,169 @@
+"""Cases of products with packed weights: every kind of codes, blocks that end early, whole rows, experts of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firstlight.kernels import testing
+from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
+from firstlight.kernels.testing import Call, Work
+
+WIDTHS: Mapping[str, float] = {"e2m1": 2.8, "int4": 4.6, "int8": 74.0, "e4m3": 107.0, "e5m2": 6e3}
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the weights of a case are stored: kind of codes, rows and columns of a block (0: all), dtype of the scales."""
+
+    code: str
+    block: tuple[int, int]
+    scale: torch.dtype = torch.float32
+    words: bool = False  # codes in 32-bit words, the last of which may be part empty
+
+    def make(self, shape: tuple[int, ...], random: torch.Generator, device: torch.device) -> PackedMatrix:
+        """Any codes; scales so that products with unit inputs are of the order of one."""
+        columns = shape[-1]
+        row_bytes = -(-columns * CODE_BITS[self.code] // 8)
+        row_bytes = -(-row_bytes // 4) * 4 if self.words else row_bytes
+        codes = torch.randint(0, 256, (*shape[:-1], row_bytes), dtype=torch.uint8, generator=random)
+        if self.code in FP8:  # of those, only numbers
+            largest = 0x7E if self.code == "e4m3" else 0x6F
+            codes = (codes & 0x80) | (codes & 0x7F).clamp(max=largest)
+        grid = [-(-size // block) if block else 1 for size, block in zip(shape[-2:], self.block, strict=True)]
+        size = 1.0 / (WIDTHS[self.code] * columns**0.5)
+        factors = size * torch.exp2(torch.randint(-2, 2, (*shape[:-2], *grid), generator=random).float())
+        if self.scale == torch.uint8:
+            scales = (factors.log2().round() + 127).to(torch.uint8)
+        else:
+            scales = (factors * (1 + torch.rand(factors.shape, generator=random))).to(self.scale)
+        codes = codes.view(torch.int32) if self.words else codes
+        return PackedMatrix(codes.to(device), scales.to(device), self.code, self.block, columns)
+
+    def nbytes(self, elements: int) -> int:
+        rows, columns = self.block
+        scales = elements // max(rows, 1) // columns if columns else 0
+        return elements * CODE_BITS[self.code] // 8 + scales * self.scale.itemsize
+
+
+MXFP4 = Form("e2m1", (1, 32), torch.uint8)
+INT4 = Form("int4", (1, 32), torch.bfloat16, words=True)
+FP8_BLOCKS = Form("e4m3", (16, 32))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCase:
+    """`rows` of x times a weight [width, hidden]."""
+
+    name: str
+    form: Form
+    rows: int
+    hidden: int
+    width: int
+    bias: bool = False
+    benchmark: bool = False
+
+    operator: str = "linear_packed"
+
+    @property
+    def shapes(self) -> Mapping[str, int]:
+        return {"hidden": self.hidden}
+
+    def make(self, device: torch.device, dtype: torch.dtype) -> Call:
+        random = testing.generator(self, dtype)
+        x_TH = torch.randn(self.rows, self.hidden, generator=random).to(device, dtype)
+        weight = self.form.make((self.width, self.hidden), random, device)
+        bias = torch.randn(self.width, generator=random).to(device, dtype) if self.bias else None
+        return Call((x_TH, weight, bias))
+
+    def work(self, dtype: torch.dtype) -> Work:
+        elements = self.hidden * self.width
+        moved = self.form.nbytes(elements) + self.rows * (self.hidden + self.width) * dtype.itemsize
+        return Work(bytes=moved, flops=2 * self.rows * elements)
+
+    def distance(self, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+        return testing.distance(got, want)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeCase:
+    """As `MoeCase` of `moe`, over weights in `form`."""
+
+    name: str
+    form: Form
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    local: int
+    start: int = 0
+    activation: str = "silu"
+    biases: bool = False
+    gated: bool = True
+    weigh_input: bool = False
+    benchmark: bool = False
+
+    operator: str = "moe_packed"
+
+    @property
+    def shapes(self) -> Mapping[str, int]:
+        return {"num_experts": self.local, "hidden": self.hidden, "intermediate": self.width, "top_k": self.top_k}
+
+    def make(self, device: torch.device, dtype: torch.dtype) -> Call:
+        random = testing.generator(self, dtype)
+        x_TH = torch.randn(self.tokens, self.hidden, generator=random).to(device, dtype)
+        weights_TE, order_TE = torch.rand(self.tokens, self.experts, generator=random).sort(dim=-1, descending=True)
+        weights_Tk, ids_Tk = weights_TE[:, : self.top_k].to(device), order_TE[:, : self.top_k].to(device)
+        rows = (2 if self.gated else 1) * self.width
+        shapes = ((self.local, rows, self.hidden), (self.local, self.hidden, self.width))
+        packed = [self.form.make(shape, random, device) for shape in shapes]
+        sizes = ((self.local, rows), (self.local, self.hidden)) if self.biases else ()
+        biases = [torch.randn(*size, generator=random).to(device, dtype) for size in sizes]
+        args = (x_TH, ids_Tk, weights_Tk, *packed, self.activation, self.start, *(biases or (None, None)))
+        return Call(args, {"gated": self.gated, "weigh_input": self.weigh_input})
+
+    def work(self, dtype: torch.dtype) -> Work:
+        pairs = self.tokens * self.top_k * self.local // self.experts
+        used = min(self.local, pairs)
+        weights = 3 * self.hidden * self.width
+        moved = self.form.nbytes(used * weights) + 2 * self.tokens * self.hidden * dtype.itemsize
+        return Work(bytes=moved, flops=2 * pairs * weights)
+
+    def distance(self, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+        return testing.distance(got, want)
+
+
+CASES: tuple[LinearCase | MoeCase, ...] = (
+    LinearCase("INT4 in groups", INT4, 5, 96, 40),
+    LinearCase("INT4, a last group and word part empty", Form("int4", (1, 32), torch.float16, words=True), 3, 76, 17),
+    LinearCase("INT4, a scale per row", Form("int4", (1, 0), torch.float32, words=True), 1, 64, 33, bias=True),
+    LinearCase("FP8 in blocks", FP8_BLOCKS, 7, 128, 64, bias=True),
+    LinearCase("FP8, blocks that end early", Form("e4m3", (128, 128), torch.bfloat16), 19, 200, 150),
+    LinearCase("FP8 E5M2, a scale per row", Form("e5m2", (1, 0)), 2, 40, 24),
+    LinearCase("FP8, one scale", Form("e4m3", (0, 0)), 1, 72, 40),
+    LinearCase("MXFP8", Form("e4m3", (1, 32), torch.uint8), 4, 64, 48),
+    LinearCase("INT8, a scale per row", Form("int8", (1, 0), torch.bfloat16), 6, 56, 64, bias=True),
+    LinearCase("MXFP4", MXFP4, 3, 160, 24),
+    LinearCase("no rows", INT4, 0, 64, 32),
+    MoeCase("MXFP4, all experts here", MXFP4, 7, 64, 96, 4, 2, 4),
+    MoeCase("MXFP4, one token", MXFP4, 1, 160, 64, 8, 2, 8, activation="situ(4,25)"),
+    MoeCase("INT4, upper half of the experts", INT4, 13, 64, 32, 8, 2, 4, start=4),
+    MoeCase("INT4, none of the chosen here", INT4, 1, 64, 32, 64, 1, 1),
+    MoeCase("FP8 in blocks, many rows", FP8_BLOCKS, 40, 96, 64, 3, 3, 3),
+    MoeCase("FP8, blocks that end early, biases", Form("e4m3", (64, 48)), 9, 80, 72, 6, 2, 3, start=3,
+            activation="clamped(7,1.702,1)", biases=True),
+    MoeCase("INT8, not gated", Form("int8", (1, 0)), 9, 64, 32, 4, 2, 4, activation="relu2", gated=False),
+    MoeCase("INT4, weights on the input", INT4, 9, 64, 32, 4, 2, 2, start=2, weigh_input=True),
+    LinearCase("INT4, decode 1", Form("int4", (1, 128), torch.bfloat16, words=True), 1, 7168, 7168, benchmark=True),
+    LinearCase("FP8, decode 1", Form("e4m3", (128, 128)), 1, 7168, 7168, benchmark=True),
+    LinearCase("FP8, prefill 512", Form("e4m3", (128, 128)), 512, 7168, 7168, benchmark=True),
+    MoeCase("MXFP4, decode 16", MXFP4, 16, 3584, 3072, 896, 16, 112, activation="situ(4,25)", benchmark=True),
+    MoeCase("MXFP4, prefill 512", MXFP4, 512, 3584, 3072, 896, 16, 112, activation="situ(4,25)", benchmark=True),
+    MoeCase("INT4, decode 16", Form("int4", (1, 32), torch.bfloat16, words=True), 16, 7168, 2048, 384, 8, 48,
+            benchmark=True),
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""Products with packed weights on CPUs: a tile of rows, or one expert that tokens chose, is unpacked at a time.
+
+Legend: T tokens, E experts held here, H hidden, F output or intermediate width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from firstlight.kernels.moe.cpu import routed
+from firstlight.kernels.packed.codes import unpack
+from firstlight.kernels.packed.matrix import PackedMatrix
+
+TILE_ELEMENTS = 1 << 20  # 4 MiB in float32: what is unpacked is multiplied while it is in the cache
+
+
+def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias (see the reference for the contract); never more than a tile of the weight is unpacked."""
+    rows = tile_rows(weight_FH)
+    if rows >= weight_FH.rows:
+        return F.linear(x_TH, unpack(weight_FH).to(x_TH.dtype), bias_F)
+    out = torch.empty(*x_TH.shape[:-1], weight_FH.rows, dtype=x_TH.dtype)
+    for start in range(0, weight_FH.rows, rows):
+        stop = min(start + rows, weight_FH.rows)
+        tile = unpack(weight_FH.part(start, stop)).to(x_TH.dtype)
+        out[..., start:stop] = F.linear(x_TH, tile, None if bias_F is None else bias_F[start:stop])
+    return out
+
+
+def tile_rows(weight: PackedMatrix) -> int:
+    """Rows of a tile: whole blocks, about `TILE_ELEMENTS` numbers."""
+    block = max(weight.block[0], 1)
+    return max(block, TILE_ELEMENTS // max(weight.columns, 1) // block * block)
+
+
+def moe_packed(
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    gate_up_E2FH: PackedMatrix,
+    down_EHF: PackedMatrix,
+    activation: str = "silu",
+    expert_start: int = 0,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_EH: Tensor | None = None,
+    gated: bool = True,
+    weigh_input: bool = False,
+) -> Tensor:
+    """Sum each token's chosen experts, weighted (see the reference for the contract)."""
+
+    def unpacked(expert: int) -> tuple[Tensor, Tensor]:
+        both = gate_up_E2FH.of_expert(expert), down_EHF.of_expert(expert)
+        return unpack(both[0]).to(x_TH.dtype), unpack(both[1]).to(x_TH.dtype)
+
+    return routed(
+        x_TH,
+        ids_Tk,
+        weights_Tk,
+        gate_up_E2FH.codes.shape[0],
+        unpacked,
+        activation,
+        expert_start,
+        gate_up_bias_E2F,
+        down_bias_EH,
+        gated,
+        weigh_input,
+    )

@@ -1,0 +1,91 @@
+"""Codes and scales unpacked in torch and in Triton: every code and every scale there is, by another way each time."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+import pytest
+import torch
+from torch import Tensor
+
+from firstlight.kernels.packed import codes, reference
+from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
+from tests.kernels.test_cases import INTERPRET
+from tests.reference import mxfp4
+
+if INTERPRET:
+    import triton
+    import triton.language as tl
+
+    from firstlight.kernels.packed.decode import e8m0, number
+
+    @triton.jit
+    def decode(numbers_ptr, factors_ptr, CODE: tl.constexpr, COUNT: tl.constexpr):
+        code = tl.arange(0, COUNT)
+        tl.store(numbers_ptr + code, number(code, CODE))
+        byte = tl.arange(0, 256)
+        tl.store(factors_ptr + byte, e8m0(byte))
+
+
+BYTES = torch.arange(256, dtype=torch.uint8)
+TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_every_byte_and_every_scale_of_mxfp4() -> None:
+    packed = BYTES.repeat(256, 1)  # 512 columns: sixteen groups a row, all with the row's scale
+    scales = BYTES.unsqueeze(1).expand(256, 16).contiguous()
+    matrix = PackedMatrix(packed, scales, "e2m1", (1, 32), 512)
+    for unpack in (reference.unpack, codes.unpack):
+        found = unpack(matrix)
+        assert found[255].isnan().all()
+        assert torch.equal(found[:255], mxfp4.dequantize(packed, scales)[:255])
+
+
+@pytest.mark.parametrize("code", sorted(TORCH))
+def test_bytes_are_what_torch_says_they_are(code: str) -> None:
+    wanted = BYTES.view(TORCH[code]).float()
+    assert same(torch.tensor(reference.numbers_of(code)), wanted)
+    matrix = PackedMatrix(BYTES.unsqueeze(0), torch.ones(1, 1), code, (1, 0), 256)
+    assert same(codes.unpack(matrix)[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("code", "block", "shape"),
+    [("int4", (1, 16), (5, 40)), ("int4", (1, 0), (3, 24)), ("e4m3", (4, 16), (10, 40)), ("int8", (0, 0), (6, 9)),
+     ("e5m2", (3, 5), (7, 11))],
+)  # fmt: skip
+def test_the_fast_way_gives_the_bits_of_the_table(code: str, block: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Blocks and words that end early too; and a part of the rows is that part of the whole."""
+    random = torch.Generator().manual_seed(3)
+    row_bytes = -(-shape[1] * CODE_BITS[code] // 32) * 4
+    raw = torch.randint(0, 256, (shape[0], row_bytes), dtype=torch.uint8, generator=random)
+    grid = [-(-size // per) if per else 1 for size, per in zip(shape, block, strict=True)]
+    scales = torch.rand(grid, generator=random).to(torch.bfloat16)
+    matrix = PackedMatrix(raw.view(torch.int32), scales, code, block, shape[1])
+    wanted = reference.unpack(matrix)
+    assert wanted.shape == shape
+    assert same(codes.unpack(matrix), wanted)
+    start = max(block[0], 1)
+    assert same(codes.unpack(matrix.part(start, shape[0])), wanted[start:])
+
+
+def test_a_matrix_whose_parts_do_not_fit_is_no_matrix() -> None:
+    raw, scales = torch.zeros(4, 16, dtype=torch.uint8), torch.ones(4, 1)
+    with pytest.raises(ValueError, match="scales"):
+        PackedMatrix(raw, scales, "int4", (1, 16), 32)
+    with pytest.raises(ValueError, match="too few"):
+        PackedMatrix(raw, scales, "int4", (1, 0), 33)
+    with pytest.raises(ValueError, match="no codes are called int3"):
+        PackedMatrix(raw, scales, "int3", (1, 0), 32)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="Triton kernels run on a CPU only when they are interpreted")
+@pytest.mark.parametrize("code", sorted(CODE_BITS))
+def test_triton_decodes_the_same_bits(code: str) -> None:
+    count = 1 << CODE_BITS[code]
+    numbers, factors = torch.empty(count), torch.empty(256)
+    decode[(1,)](numbers, factors, code, count)
+    assert same(numbers, torch.tensor(reference.numbers_of(code)))
+    assert factors[255].isnan()
+    assert torch.equal(factors[:255], torch.exp2(torch.arange(255).double() - 127).float())
