@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal
 
 import msgspec
 
 from firstlight.engine.model.spec import LayerSpec, ModelSpec
+from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.hardware import Cluster
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.parallel.pieces import stages
+from firstlight.engine.parallel.rows import row_axes
 
 MEMORY_FACTOR = 0.8  # of the data sheet's bandwidth that decode kernels reach; source: data/hardware.json, _empirical
-LATENCY_S = 10e-6  # of one collective; source: data/hardware.json, _empirical
+LATENCY_S = 10e-6  # of one message, or of one collective in a node; source: data/hardware.json, _empirical
+ROUTING_BYTES = 8  # of a chosen expert's number and weight, which travel beside the token
+EXCHANGE_CALLS = 4  # of one layer's all-to-all: how many, the tokens, where to, and back
+
+Phase = Literal["prefill", "decode"]
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one kind of collective moves for one token: bytes sent by a rank, and how often it is called in a step."""
+    """What one kind of collective moves for one token of a step: bytes sent by a rank, and calls in a step.
+
+    Of a pipeline, by a rank of the longest stage. `what` moves: sums of blocks, experts' tokens, keys and values, ...
+    """
 
     axis: str
     operation: str
+    what: str
     bytes_per_token: int
     calls_per_step: int
 
@@ -44,32 +56,183 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return max(self.memory_ms, self.compute_ms) + self.communication_ms
 
+    @property
+    def bound_by(self) -> str:
+        """The largest of the three."""
+        parts = {"memory": self.memory_ms, "compute": self.compute_ms, "communication": self.communication_ms}
+        known = {name: value for name, value in parts.items() if value is not None}
+        return max(known, key=lambda name: known[name]) if len(known) == len(parts) else "unknown: facts are missing"
 
-def traffic(spec: ModelSpec, mesh: Mesh, element_bytes: int = 2) -> tuple[Traffic, ...]:
-    """The collectives of one step. A ring all-reduce over n ranks sends 2 (n - 1) / n of the message.
 
-    Between stages goes what enters a layer for a token, all planes of it; of several cuts the widest counts.
+class Roofline:
+    """The steps of one model on one cluster, under any mesh; what only depends on the model is counted once.
+
+    `exchange`: how tokens meet experts of other ranks. `element_bytes` of what is computed with and sent.
     """
-    rows = []
-    of_stage = -(-spec.num_layers // mesh.pp) / spec.num_layers  # the longest stage's share of all layers
-    if mesh.tp > 1:
-        widths = [width for layer in spec.layers for width in _summed_over_tp(layer, spec.hidden)]
-        rows.append(_summed("tp", widths, mesh.tp, of_stage, element_bytes))
-        rows.append(_row("tp", "all_gather", spec.vocab_size * element_bytes * (mesh.tp - 1) / mesh.tp, 1))
-    if mesh.ep > 1:
-        widths = [_routed_width(layer, spec.hidden) for layer in spec.layers if layer.experts is not None]
-        rows.append(_summed("ep", widths, mesh.ep, of_stage, element_bytes))
-    if mesh.pp > 1:
-        handed = max(math.prod(spec.stream_shape(first)) for first, _ in stages(spec, mesh.pp)[1:])
-        rows.append(_row("pp", "send", handed * element_bytes, 1))
-    return tuple(rows)
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster, exchange: str = "auto", element_bytes: int = 2) -> None:
+        self.spec, self.cluster = spec, cluster
+        self._exchange, self._element_bytes = exchange, element_bytes
+        self._handed: dict[int, int] = {}
+
+    @cached_property
+    def _layers(self) -> tuple[LayerSpec, ...]:
+        """Layers, and behind each its parts, if it has any: it has a shortcut of its own then, and nothing else."""
+        return tuple(one for layer in self.spec.layers for one in (layer, *layer.parts))
+
+    @cached_property
+    def _summed_widths(self) -> tuple[int, ...]:
+        return tuple(width for layer in self._layers for width in _summed_over_tp(layer, self.spec.hidden))
+
+    @cached_property
+    def _routed(self) -> tuple[tuple[int, int, int], ...]:
+        """(width, experts, chosen) of every layer with experts."""
+        return tuple(
+            (_routed_width(layer, self.spec.hidden), layer.experts.num_experts, layer.experts.router.top_k)
+            for layer in self._layers
+            if layer.experts is not None
+        )
+
+    @cached_property
+    def _active(self) -> tuple[int, int]:
+        return active_by_kind(self.spec)
+
+    def traffic(self, mesh: Mesh, phase: Phase = "decode", tokens: int = 1) -> tuple[Traffic, ...]:
+        """The collectives of one step of a replica. A ring all-reduce over n ranks sends 2 (n - 1) / n of the message.
+
+        Between stages goes what enters a layer for a token, all planes of it; of several cuts the widest counts.
+        """
+        axes = row_axes(self.spec, mesh, self._exchange, tokens, phase == "prefill")
+        ranks = math.prod(mesh.size(axis) for axis in axes)
+        rows = [*self._over_tp(mesh, phase, tokens, ranks), *self._experts(mesh, axes)]
+        if axes:
+            rows += self._gathered(mesh, axes, ranks)
+        if mesh.pp > 1:
+            rows.append(_row("pp", "send", "stream", self._stream(mesh.pp) * self._element_bytes / ranks, 1))
+        return tuple(rows)
+
+    def _over_tp(self, mesh: Mesh, phase: Phase, tokens: int, ranks: int) -> list[Traffic]:
+        if mesh.tp == 1:
+            return []
+        element, others = self._element_bytes, (mesh.tp - 1) / mesh.tp
+        widths = self._summed_widths
+        of_stage = _of_stage(self.spec, mesh)
+        moved = sum(widths) * of_stage * element * 2 * others / ranks
+        logits = self.spec.vocab_size * element * others
+        return [
+            _row("tp", "all_reduce", "blocks", moved, math.ceil(len(widths) * of_stage)),
+            _row("tp", "all_reduce", "embedding", self.spec.hidden * element * 2 * others / ranks, 1),
+            _row("tp", "all_gather", "logits", logits if phase == "decode" else logits / tokens, 1),
+        ]
+
+    def _experts(self, mesh: Mesh, axes: Sequence[str]) -> list[Traffic]:
+        if mesh.ep == 1:
+            return []
+        of_stage, element = _of_stage(self.spec, mesh), self._element_bytes
+        sp = mesh.sp if "sp" in axes else 1
+        calls = math.ceil(len(self._routed) * of_stage)
+        if "ep" not in axes:
+            moved = sum(width for width, _, _ in self._routed) * element * 2 * (mesh.ep - 1) / mesh.ep
+            return [_row("ep", "all_reduce", "experts", moved * of_stage / sp, calls)]
+        sent = sum(
+            ranks_reached(mesh.ep, experts, chosen) * (2 * width * element + ROUTING_BYTES * chosen)
+            for width, experts, chosen in self._routed
+        )
+        return [_row("ep", "all_to_all", "experts", sent * of_stage / mesh.ep / sp, EXCHANGE_CALLS * calls)]
+
+    def _gathered(self, mesh: Mesh, axes: Sequence[str], ranks: int) -> list[Traffic]:
+        """Keys and values of every layer, and the stream behind the last."""
+        caches = [layer.cache() for layer in self.spec.layers]
+        kept = sum(one.local_heads(mesh.tp) * one.dim for cache in caches for one in cache.tensors)
+        share = self._element_bytes * (ranks - 1) / ranks
+        calls = math.ceil(len(caches) * _of_stage(self.spec, mesh))
+        name = " x ".join(axes)
+        return [
+            _row(name, "all_gather", "keys and values", kept * _of_stage(self.spec, mesh) * share, calls),
+            _row(name, "all_gather", "stream", math.prod(self.spec.stream_shape(self.spec.num_layers)) * share, 1),
+        ]
+
+    def _stream(self, pp: int) -> int:
+        """Elements that a stage hands on for a token."""
+        if pp not in self._handed:
+            cuts = stages(self.spec, pp)[1:]
+            self._handed[pp] = max(math.prod(self.spec.stream_shape(first)) for first, _ in cuts)
+        return self._handed[pp]
+
+    def step(self, mesh: Mesh, phase: Phase, tokens: int, read_bytes: int) -> StepTime:
+        """The larger of reading `read_bytes` and computing 2 FLOPs a parameter and token, plus traffic.
+
+        `read_bytes`: by one rank of every stage together, since stages work one after another on one step.
+        """
+        device = self.cluster.device
+        bandwidth, flops = device.memory_bandwidth_Bps, device.bf16_flops
+        axes = row_axes(self.spec, mesh, self._exchange, tokens, phase == "prefill")
+        ranks = math.prod(mesh.size(axis) for axis in axes)
+        routed, others = self._active
+        per_rank = others / (mesh.tp * ranks) + routed / (mesh.tp * mesh.ep * (mesh.sp if "sp" in axes else 1))
+        return StepTime(
+            phase=phase,
+            tokens=tokens,
+            memory_ms=_ms(read_bytes / (bandwidth * MEMORY_FACTOR)) if bandwidth else None,
+            compute_ms=_ms(2 * per_rank * tokens / flops) if flops else None,
+            communication_ms=self._communication_ms(mesh, phase, tokens),
+        )
+
+    def _communication_ms(self, mesh: Mesh, phase: Phase, tokens: int) -> float | None:
+        seconds = 0.0
+        for row in self.traffic(mesh, phase, tokens):
+            nodes = self._nodes(mesh, row.axis)
+            link = self.cluster.device.link_Bps if nodes == 1 else self.cluster.device.nic_Bps
+            if link is None:
+                return None
+            hops = 1 if row.axis == "pp" else 1 + 2 * math.ceil(math.log2(nodes))  # up and down a tree of nodes
+            once = row.what in ("embedding", "logits") or (row.what == "stream" and row.axis != "pp")
+            times = 1 if once else mesh.pp - 1 if row.axis == "pp" else mesh.pp
+            seconds += times * (row.calls_per_step * hops * LATENCY_S + row.bytes_per_token * tokens / link)
+        return _ms(seconds)
+
+    def _nodes(self, mesh: Mesh, axis: str) -> int:
+        """Nodes that the ranks of an axis are on; neighbours in tp are neighbours in a node."""
+        outermost = AXES.index(axis.split(" x ")[0])  # type: ignore[arg-type]
+        span = math.prod(mesh.size(one) for one in AXES[outermost:])
+        return -(-span // self.cluster.per_node)
+
+
+def active_by_kind(spec: ModelSpec) -> tuple[int, int]:
+    """Parameters used for one text token: (those of chosen experts, all others)."""
+    routed = others = 0
+    for kind in census(spec):
+        if kind.param.role in ("vision", "projector", "embedding"):
+            continue
+        if kind.param.expert is None:
+            others += kind.elements
+            continue
+        experts = spec.layers[kind.param.layer].experts
+        assert experts is not None
+        routed += kind.elements // experts.num_experts * experts.router.top_k
+    return routed, others
+
+
+def ranks_reached(ranks: int, experts: int, chosen: int) -> float:
+    """How many other ranks a token is sent to, if all sets of `chosen` experts of `experts` are as likely."""
+    elsewhere = experts - experts // ranks
+    missed = math.prod(max(0, elsewhere - i) / (experts - i) for i in range(chosen))
+    return (ranks - 1) * (1 - missed)
+
+
+def _of_stage(spec: ModelSpec, mesh: Mesh) -> float:
+    """The longest stage's share of all layers."""
+    return -(-spec.num_layers // mesh.pp) / spec.num_layers
 
 
 def _summed_over_tp(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     """Widths of what a layer sums over tp: of its mixer and of its feed-forward; experts of their own width apart."""
-    if layer.experts is None or layer.experts.latent is None:
-        return hidden, hidden
-    return (hidden, _routed_width(layer, hidden), *((hidden,) if layer.experts.shared else ()))
+    mixed = (hidden,) if layer.mixer is not None else ()
+    if layer.experts is None:
+        return (*mixed, *((hidden,) if layer.ffn is not None else ()))
+    if layer.experts.latent is None:
+        return (*mixed, hidden)
+    return (*mixed, _routed_width(layer, hidden), *((hidden,) if layer.experts.shared else ()))
 
 
 def _routed_width(layer: LayerSpec, hidden: int) -> int:
@@ -78,59 +241,23 @@ def _routed_width(layer: LayerSpec, hidden: int) -> int:
     return hidden if experts is None or experts.latent is None else experts.latent.width
 
 
-def _summed(axis: str, widths: Sequence[int], ranks: int, of_stage: float, element_bytes: int) -> Traffic:
-    """All sums of a stage's layers over an axis, by a ring."""
-    moved = sum(widths) * of_stage * element_bytes * 2 * (ranks - 1) / ranks
+def _row(axis: str, operation: str, what: str, bytes_per_token: float, calls: int) -> Traffic:
     return Traffic(
-        axis=axis,
-        operation="all_reduce",
-        bytes_per_token=round(moved),
-        calls_per_step=math.ceil(len(widths) * of_stage),
+        axis=axis, operation=operation, what=what, bytes_per_token=round(bytes_per_token), calls_per_step=calls
     )
-
-
-def _row(axis: str, operation: str, message_bytes: float, calls: int) -> Traffic:
-    return Traffic(axis=axis, operation=operation, bytes_per_token=round(message_bytes * calls), calls_per_step=calls)
 
 
 def bytes_read(spec: ModelSpec, weights: Mapping[str, int], cache_bytes: int, tokens: int) -> int:
     """What a rank reads from memory for a step of `tokens`: its weights by role and the cache.
 
-    Of the experts those that at least one token chose, if tokens choose independently; one row of the embedding and no
-    vision tower.
+    Of the experts those that at least one token chose, if tokens choose independently; one row of the embedding, unless
+    it is the head as well, and no vision tower.
     """
     moes = [layer.experts for layer in spec.layers if layer.experts is not None]
     chosen = 1 - (1 - moes[0].router.top_k / moes[0].num_experts) ** tokens if moes else 1.0
-    shares = {"expert": chosen, "vision": 0.0, "projector": 0.0, "embedding": 1.0 if spec.tied_head else 0.0}
+    is_head = spec.tied_head and "head" not in weights
+    shares = {"expert": chosen, "vision": 0.0, "projector": 0.0, "embedding": 1.0 if is_head else 0.0}
     return round(sum(nbytes * shares.get(role, 1.0) for role, nbytes in weights.items())) + cache_bytes
-
-
-def step_time(
-    spec: ModelSpec, mesh: Mesh, cluster: Cluster, phase: str, tokens: int, active_parameters: int, read_bytes: int
-) -> StepTime:
-    """The larger of reading `read_bytes` on a rank and computing 2 FLOPs a parameter and token, plus traffic.
-
-    Stages of a pipeline work one after another on one step, so their times add up.
-    """
-    device = cluster.device
-    bandwidth, flops = device.memory_bandwidth_Bps, device.bf16_flops
-    ranks = mesh.world_size // mesh.dp
-    link = device.link_Bps if mesh.tp * mesh.ep <= cluster.per_node else device.nic_Bps
-    communication = None
-    rows = traffic(spec, mesh)
-    if not rows:
-        communication = 0.0
-    elif link:
-        calls = sum(row.calls_per_step for row in rows) * mesh.pp
-        moved = sum(row.bytes_per_token for row in rows) * mesh.pp * tokens
-        communication = calls * LATENCY_S + moved / link
-    return StepTime(
-        phase=phase,
-        tokens=tokens,
-        memory_ms=_ms(read_bytes * mesh.pp / (bandwidth * MEMORY_FACTOR)) if bandwidth else None,
-        compute_ms=_ms(2 * active_parameters * tokens / (flops * ranks / mesh.pp)) if flops else None,
-        communication_ms=_ms(communication) if communication is not None else None,
-    )
 
 
 def _ms(seconds: float) -> float:

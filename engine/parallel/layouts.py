@@ -67,6 +67,7 @@ class Layouts:
         self.widths = allowed(spec, "tp", most, places)
         self.experts = allowed(spec, "ep", most, places)
         self._weights: dict[tuple[int, int, int], list[dict[str, int]]] = {}
+        self._roles: dict[tuple[int, int], dict[str, int]] = {}
         self._sums: dict[tuple[int, int], list[list[int]]] = {}
         self._caches: dict[int, list[tuple[int, int]]] = {}
         self._cache_sums: dict[int, list[int]] = {}
@@ -107,6 +108,35 @@ class Layouts:
                     weights -= self._head(tp)
                 most = max(most, weights + sequences * (caches[stop] - caches[start]))
         return most
+
+    def read_weights(self, tp: int, ep: int) -> dict[str, int]:
+        """Weight bytes by role that one rank of every stage together holds."""
+        if (tp, ep) not in self._roles:
+            by_role: dict[str, int] = {}
+            for layer in self._by_layer(tp, ep, 0):
+                for role, nbytes in layer.items():
+                    by_role[role] = by_role.get(role, 0) + nbytes
+            self._roles[tp, ep] = by_role
+        return self._roles[tp, ep]
+
+    def cache_bytes(self, tp: int) -> int:
+        """Cache of one sequence of the context that one rank of every stage together holds."""
+        return sum(grows + stays for grows, stays in self._cache(tp))
+
+    def shallowest(self, tp: int, ep: int, sequences: int) -> int | None:
+        """The fewest pipeline stages with which tp x ep holds so many sequences, on the cluster; None if none do."""
+        for pp in range(1, min(self.spec.num_layers, self.cluster.count // (tp * ep)) + 1):
+            if self.largest((tp, ep, pp), sequences) <= self.usable_bytes:
+                return pp
+        return None
+
+    def most_sequences(self, shape: Shape, limit: int) -> int:
+        """How many sequences, up to `limit`, a replica has room for; 0 where the weights alone do not fit."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.largest(shape, middle) <= self.usable_bytes else (low, middle - 1)
+        return low if self.largest(shape, low) <= self.usable_bytes else 0
 
     def cuts(self, pp: int) -> tuple[tuple[int, int], ...]:
         if pp not in self._cuts:
@@ -186,7 +216,7 @@ class Layouts:
         return dict(sorted(found.items()))
 
     def best(self, objective: Objective, concurrency: int) -> Mesh | None:
-        """The layout for the objective that fits the cluster, or None.
+        """The layout for the objective that fits the cluster, or None; where facts allow no estimate of time.
 
         latency: one replica over as many devices as divide well. devices: the fewest. throughput: as many replicas as
         fit, but rather fewer of them than devices that stand idle.

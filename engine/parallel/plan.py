@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import msgspec
@@ -11,11 +11,13 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.spec import CacheSpec, ModelSpec, Param
-from firstlight.engine.parallel.census import Kind, census, census_by
+from firstlight.engine.parallel.census import Kind, census_by
 from firstlight.engine.parallel.constraints import refuse_impossible
+from firstlight.engine.parallel.estimate import Roofline, active_by_kind
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.layouts import Layouts, Objective, RankBytes, fullest
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.ranking import Candidate, Ranker
 from firstlight.engine.weights.formats.registry import StoredFormat
 from firstlight.engine.weights.header import DTYPE_BITS
 
@@ -53,6 +55,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     devices_needed: int | None
     nearest: Mesh | None
     findings: tuple[Finding, ...]
+    objective: Objective
+    estimate: Candidate
+    ranking: tuple[Candidate, ...] = ()
 
     @property
     def weight_bytes_per_device(self) -> int:
@@ -103,17 +108,7 @@ def _state_bytes(cache: CacheSpec, element: int) -> int:
 
 def active_parameters(spec: ModelSpec) -> int:
     """Used for one text token: the chosen experts only; the output head in, the embedding lookup out."""
-    count = 0
-    for kind in census(spec):
-        if kind.param.role in ("vision", "projector", "embedding"):
-            continue
-        if kind.param.expert is None:
-            count += kind.elements
-            continue
-        ffn = spec.layers[kind.param.layer].experts
-        assert ffn is not None
-        count += kind.elements // ffn.num_experts * ffn.router.top_k
-    return count
+    return sum(active_by_kind(spec))
 
 
 def make_plan(
@@ -123,30 +118,35 @@ def make_plan(
     mesh: Mesh | None = None,
     *,
     context: int = 4096,
-    concurrency: int = 1,
+    concurrency: int | None = 1,
     cache_dtype: str = "BF16",
     headroom: float = HEADROOM,
     objective: Objective = "latency",
     full_window: bool = False,
+    exchange: str = "auto",
 ) -> Plan:
     """Lays the model out on the cluster, by `mesh` or, without one, by the best that fits for `objective`.
 
-    Raises `Refused` when the wish itself is impossible: sizes that do not divide, or more ranks than devices.
-    `full_window`: windowed layers keep the whole context, as the engine does today.
+    `concurrency` None: one sequence at once or, for throughput, as many as fit. Layouts are ranked by a roofline (see
+    `ranking.py`), or where facts for it are missing by their sizes. `full_window`: windowed layers keep the whole
+    context, as the engine does today. `exchange`: how tokens meet experts of other ranks. Raises `Refused` when the
+    wish itself is impossible: sizes that do not divide, or more ranks than devices.
     """
-    _refuse_wishes(context, concurrency, cache_dtype, headroom, objective)
+    _refuse_wishes(context, 1 if concurrency is None else concurrency, cache_dtype, headroom, objective)
     if mesh is not None:
-        refuse_impossible(spec, mesh)
+        refuse_impossible(spec, mesh, exchange)
         _refuse_too_many(mesh, cluster)
     usable = int(cluster.device.memory_bytes * (1 - headroom))
     layouts = Layouts(spec, stored, cluster, usable, context, DTYPE_BITS[cache_dtype] // 8, full_window)
-    chosen = mesh or layouts.best(objective, concurrency) or layouts.thinnest()
+    ranker = Ranker(layouts, Roofline(spec, cluster, exchange), concurrency)
+    ranking = ranker.ranked(objective) if mesh is None else ()
+    chosen, concurrency = _choose(mesh, ranking, layouts, objective, concurrency)
     ranks = layouts.ranks(chosen, concurrency)
     worst = fullest(ranks)
     fits = worst.total <= usable
     needed = layouts.fewest()
     binding, reason = _binding(chosen, worst, usable)
-    nearest = None if fits else layouts.best("devices", concurrency) or needed
+    nearest = None if fits else layouts.best("devices", concurrency) or needed  # which may need a larger cluster
     findings = [*_cut_blocks(layouts, chosen), *_beyond_positions(spec, context)]
     if not fits:
         findings.insert(0, _does_not_fit(chosen, cluster, worst, usable, nearest))
@@ -164,7 +164,21 @@ def make_plan(
         devices_needed=needed.world_size if needed else None,
         nearest=nearest,
         findings=tuple(findings),
+        objective=objective,
+        estimate=ranker.candidate(chosen, concurrency),
+        ranking=ranking,
     )
+
+
+def _choose(
+    mesh: Mesh | None, ranking: Sequence[Candidate], layouts: Layouts, objective: Objective, concurrency: int | None
+) -> tuple[Mesh, int]:
+    """The layout, and how many sequences it is for."""
+    if mesh is not None:
+        return mesh, concurrency or 1
+    if ranking:
+        return ranking[0].mesh, ranking[0].concurrency
+    return layouts.best(objective, concurrency or 1) or layouts.thinnest(), concurrency or 1
 
 
 def _refuse_wishes(context: int, concurrency: int, cache_dtype: str, headroom: float, objective: str) -> None:

@@ -19,7 +19,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="C", help="[NODESx]COUNTxDEVICE, e.g. 8xH200 or 2x8xB200, or a YAML file (default: here)"
     )
     parser.add_argument("--context", type=options.positive, metavar="N", help="tokens of one sequence (default 4096)")
-    parser.add_argument("--concurrency", type=options.positive, metavar="N", default=1, help="sequences at once")
+    parser.add_argument(
+        "--concurrency", type=options.positive, metavar="N", help="sequences at once (default 1; throughput: what fits)"
+    )
     parser.add_argument("--objective", choices=OBJECTIVES, default="latency", help="what to lay out for without a mesh")
     parser.add_argument("--cache-dtype", type=options.dtype, metavar="D", default="BF16", help="dtype of the cache")
     parser.add_argument("--headroom", type=options.share, metavar="F", default=0.15, help="part of memory left free")

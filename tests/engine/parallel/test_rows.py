@@ -80,7 +80,8 @@ def test_the_rows_were_divided_as_was_meant(name: str, mesh: str, exchange: str,
         assert ("all_to_all ep" in calls) == travels
         assert ("all_reduce ep" in calls) == (job.mesh.ep > 1 and not travels)
         axis = "rows" if travels and job.mesh.sp > 1 else "ep" if travels else "sp"
-        assert calls[f"all_gather {axis}"] >= 2, "keys and values of every layer"
+        if travels or job.mesh.sp > 1:
+            assert calls[f"all_gather {axis}"] >= 2, "keys and values of every layer"
 
 
 def test_small_steps_and_decodes_stay_whole(checkpoint: Get) -> None:
