@@ -164,9 +164,13 @@ class Bringup:
 
         return self._rung("load", load_them)
 
-    def start(self) -> Report:
-        """The engine host, ready to answer."""
-        return self._rung("start", self._start)
+    def start(self, streaming: bool = False) -> Report:
+        """The engine host, ready to answer.
+
+        `streaming`: before that, one whose layers run while others are read is started up to its first token, so that
+        the report has both times.
+        """
+        return self._rung("start", lambda progress: self._start(progress, streaming))
 
     def infer(self, questions: Sequence[Any] | None = None) -> Report:
         """Text and picture answers, and whether they are sound."""
@@ -314,18 +318,20 @@ class Bringup:
 
     # What every rung does
 
-    def _start(self, progress: Progress) -> Report:
+    def _start(self, progress: Progress, streaming: bool) -> Report:
+        from firstlight.workbench import first_token
         from firstlight.workbench.start import start_host, start_report
 
         if self.host is not None:
             self.host.stop()
             self.host = None
+        other = first_token.streamed(self.options, progress) if streaming else None
         started_s = time.perf_counter()
         folder = self.run.directory / ENGINE_FOLDER
         self._watch()
         self.host = start_host(self.options, progress, run_dir=folder, detached=self.detached)
         duration_s = time.perf_counter() - started_s
-        report = start_report(self.host.client(), duration_s, f"host in {folder}", self.host.url)
+        report = start_report(self.host.client(), duration_s, f"host in {folder}", self.host.url, other)
         return msgspec.structs.replace(report, duration_s=duration_s)
 
     def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.workbench.bringup import Bringup
 from firstlight.workbench.face import Face, say_refused
+from firstlight.workbench.first_token import line_of
 from firstlight.workbench.infer import answer_lines
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Draft, Report
@@ -79,7 +80,7 @@ def _rungs(bringup: Bringup, golden: str | None, deep: bool, cluster: str | None
     yield "scan", partial(bringup.scan, deep)
     yield "plan", partial(bringup.plan, cluster)
     yield "load", bringup.load
-    yield "start", bringup.start
+    yield "start", partial(bringup.start, streaming=True)
     yield "infer", bringup.infer
     yield "validate", bringup.validate
     yield "verify", partial(bringup.verify, golden)
@@ -107,6 +108,8 @@ def _tell(face: Face, report: Report) -> None:
     passed = sum(check.status != "failed" for check in report.checks)
     checks = f"{passed}/{len(report.checks)}" if report.checks else ""
     face.verdict(report.status, report.verb, checks, words.seconds(report.duration_s), highlights(report))
+    if streams := line_of(report):
+        face.line(f"          {streams}")
     if report.verb == "infer":
         for number, (picture, question, answer, expected) in enumerate(answer_lines(report)):
             if number < 6 or expected:  # some, and all that are not as expected
@@ -150,6 +153,8 @@ def _summary(draft: Draft, done: dict[str, Report]) -> None:
         ),
     )
     draft.table("predicted_and_measured", _predictions(done))
+    if "start" in done:
+        draft.table("first_token", done["start"].tables.get("first_token", []))
     if "infer" in done:
         draft.table("answers", done["infer"].tables.get("answers", []))
     draft.metric("duration_s", sum(report.duration_s for report in done.values()), "s", "of all rungs")

@@ -15,6 +15,7 @@ from firstlight.engine.serving.api import EngineLike, Health, RankMemory
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.stream import EngineFailed
+from firstlight.workbench.first_token import FirstToken, add_first_token, of_stages
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.residency import add_residency
@@ -89,9 +90,16 @@ def _watcher(progress: Progress) -> Any:
 
 
 def start_report(
-    engine: EngineLike, duration_s: float | None = None, where: str = "", url: str | None = None
+    engine: EngineLike,
+    duration_s: float | None = None,
+    where: str = "",
+    url: str | None = None,
+    streaming: FirstToken | None = None,
 ) -> Report:
-    """What came up: stages with their times, the ledger, operators, memory of every rank."""
+    """What came up: stages with their times, the ledger, operators, memory of every rank.
+
+    `streaming`: the time to the first token of another start, to be shown beside this one's.
+    """
     info, health = engine.info(), engine.health()
     draft = Draft("start", f"{info.model}, {info.mesh.describe()}, {info.dtype} on {info.device}")
     draft.find(info.findings)
@@ -110,6 +118,7 @@ def start_report(
         draft.metric("url", url, "")
     if duration_s is not None:
         draft.metric("start_s", duration_s, "s", "until the first token could be asked for")
+    add_first_token(draft, of_stages(health.stages), streaming)
     draft.metric("load_rate", info.load_bytes / info.load_s if info.load_s else None, "B/s", "rank 0")
     draft.metric("max_context", info.max_context, "tokens", "of one sequence")
     draft.metric("max_batch", info.max_batch, "sequences", "at once per replica")
