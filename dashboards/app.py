@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from firstlight.dashboards.views.overview import Overview
 from firstlight.dashboards.views.runs import Runs
 from firstlight.dashboards.views.topology import Topology
 from firstlight.dashboards.views.verify import Verify
-from firstlight.dashboards.views.view import View, column, pane, plot, put
+from firstlight.dashboards.views.view import View, column, pane, put
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.serving.options import is_loopback
@@ -49,7 +50,8 @@ VIEWS: tuple[Callable[[Any], View], ...] = (  # one line a tab
     Topology,
     Runs,
 )
-TICK_MS = 100
+TICK_MS = 1000  # what time alone changes; everything else is drawn when it comes
+LIST_S = 5.0
 COOKIE = "firstlight"
 
 
@@ -78,7 +80,8 @@ class Dashboard:
         self._names: list[str] = []
         self._document: Any = None
         self._location: Any = None
-        self._is_live = False
+        self._listed_s = 0.0
+        self._is_live = self._is_behind = False
         self._waiting: list[Callable[[], None]] = []
         self._list_runs(first_run)
         self._run.param.watch(lambda _: self._choose(), "value")
@@ -127,6 +130,7 @@ class Dashboard:
         ):
             template.add_variable(name, value)
         pn.state.onload(self._live)
+        pn.state.on_session_destroyed(lambda _: self.close())
         pn.state.add_periodic_callback(self.tick, TICK_MS)
         return template
 
@@ -135,20 +139,37 @@ class Dashboard:
         if self._location is not None and self._run.value is not None and "tab=" not in self._location.search:
             self._location.update_query(run=self._run.value, tab=self._tab.value)
 
-    def tick(self) -> None:
-        """Draw what changed; cheap when nothing did."""
+    def news(self) -> None:
+        """From the store's thread: something changed. Drawn in the page's own turn, once for all that came meanwhile."""
+        if not self._is_behind:
+            self._is_behind = True
+            self.later(self.draw)
+
+    def draw(self) -> None:
+        """Draw what changed; nothing is sent of what did not."""
+        self._is_behind = False
         if self._follower is None:
-            self._list_runs()
             return
-        self._tell_address()  # the page overwrites the address with its own when it connects
         snapshot = self._follower.snapshot
         now = snapshot.directory, self._tab.value, snapshot.version
         if now != self._drawn:
             self._drawn = now
             self._views[self._tab.value].draw(snapshot)
-        if snapshot.version % 50 == 0:
+
+    def tick(self) -> None:
+        """Once a second: the run is still looked at, and there may be new ones."""
+        if self._follower is not None:
+            self._tell_address()  # the page overwrites the address with its own when it connects
+            self.store.touch(self._follower)
+        if self._follower is None or time.monotonic() - self._listed_s > LIST_S:
+            self._listed_s = time.monotonic()
             self._list_runs()
-        self.store.touch(self._follower)
+        self.draw()
+
+    def close(self) -> None:
+        """The page is gone."""
+        if self._follower is not None:
+            self._follower.unlisten(self.news)
 
     def _list_runs(self, first: str | None = None) -> None:
         names = [name for name, _ in self.store.runs()]
@@ -169,8 +190,11 @@ class Dashboard:
                 ),
             )
             return
+        if self._follower is not None:
+            self._follower.unlisten(self.news)
         try:
             self._follower = self.store.follow(name)
+            self._follower.listen(self.news)
         except Refused as refused:
             put(self._message, html.page(html.card("No such run", html.nothing(str(refused.findings[0].message)))))
             return
@@ -299,7 +323,7 @@ async def _warm(address: str) -> None:
     """Opens the page once, so that the first person does not wait for templates and imports; nobody has to answer."""
     with contextlib.suppress(OSError, HTTPClientError):
         await AsyncHTTPClient().fetch(address, request_timeout=60.0)
-    await asyncio.to_thread(lambda: plot().get_root())  # the first figure imports plotly
+    await asyncio.to_thread(lambda: pn.pane.Plotly({"data": [], "layout": {}}).get_root())  # it imports plotly
 
 
 def _free_port(host: str) -> int:

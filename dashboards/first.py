@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 import panel as pn
 
 from firstlight.dashboards import html
+from firstlight.dashboards.views.view import PLOT
 
 PLOTLY = "plotlyplot"
 UNUSED = ("bokeh-gl", "es-module-shims")  # nothing here draws with bokeh's own canvas or loads modules
@@ -36,7 +37,7 @@ def scripts(bundle: str, figures: bool = False) -> str:
 
 
 def has_figures(part: Any) -> bool:
-    return isinstance(part, pn.pane.Plotly) or any(map(has_figures, getattr(part, "objects", ())))
+    return PLOT in part.css_classes or any(map(has_figures, getattr(part, "objects", ())))
 
 
 def text_of(part: Any) -> str:

@@ -144,19 +144,25 @@ def stacked(rows: Sequence[tuple[str, Mapping[str, float], str]], longest: float
     return f'<div>{legend(parts)}</div><div class="bars">{"".join(cells)}</div>'
 
 
-def spark(times_s: Sequence[float], values: Sequence[float | None], until_s: float, span_s: float) -> str:
-    """A small curve over the last `span_s` seconds; where there was no value the line is broken."""
+def curve(times_s: Sequence[float], values: Sequence[float | None], span_s: float) -> str:
+    """The path of a small curve, `span_s` seconds on 100 units, from the first time on; broken where no value was."""
     there = [value for value in values if value is not None]
     low, high = min(there, default=0.0), max(there, default=1.0)
     low = min(low, 0.0) if high > 0 else low
     height = (high - low) or 1.0
     path, pen_down = [], False
     for time_s, value in zip(times_s, values, strict=True):
-        x = 100 * (1 - (until_s - time_s) / span_s)
-        if value is None or x < 0:
+        if value is None:
             pen_down = False
             continue
+        x = 100 * (time_s - times_s[0]) / span_s
         path.append(f"{'L' if pen_down else 'M'}{x:.1f} {19 - 18 * (value - low) / height:.1f}")
         pen_down = True
-    box = 'class="spark" viewBox="0 0 100 20" preserveAspectRatio="none" aria-hidden="true"'
-    return f'<svg {box}><path d="{" ".join(path)}"/></svg>'
+    return " ".join(path)
+
+
+def spark(path: str, since_s: float, until_s: float, span_s: float) -> str:
+    """A small curve (of `curve`, begun at `since_s`) over the last `span_s` seconds."""
+    left = 100 * ((until_s - since_s) / span_s - 1)
+    box = f'class="spark" viewBox="{left:.1f} 0 100 20" preserveAspectRatio="none" aria-hidden="true"'
+    return f'<svg {box}><path d="{path}"/></svg>'

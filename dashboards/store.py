@@ -7,10 +7,11 @@ with a version that grows with every change. Views compare versions and draw; th
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.serving.api import EngineInfo, Health
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
+from firstlight.dashboards.trails import SPAN_S, WIDTH_S, Gatherer, SeriesKey, Trail
 from firstlight.workbench.bringup import ENGINE_FOLDER
 from firstlight.workbench.events import SERVED, EventReader, ProgressEvent, RequestEvent
 from firstlight.workbench.progress import Pace
@@ -29,24 +31,13 @@ from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run, RunRecord
 from firstlight.workbench.telemetry.sampler import Sampler
 
-POLL_S = 0.1
+POLL_S = 0.04  # asking whether there is news costs next to nothing
+LEAST_S = 0.08  # between two looks at a run that has news: nobody reads faster
 HEALTH_S = 0.5
-KEPT = 120  # readings of a series that a page has at hand; older ones come from the file
 KEPT_REQUESTS = 200
 IDLE_S = 30.0  # after which a run that nobody looks at is read no more
 SAME_S = 60.0  # within this, a number and a length are one request: engines count from 1 again
 SILENT_S = 5.0  # without a reading of a live engine: whoever took readings is gone, and the store takes them
-
-SeriesKey = tuple[str, str, str]  # source, device, metric
-
-
-class Trail(msgspec.Struct, frozen=True, kw_only=True):
-    """The last readings of one series: times, values (None: there was none), and the last reading itself."""
-
-    last: Reading
-    times_s: tuple[float, ...]
-    values: tuple[float | None, ...]
-
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it is now. `version` grows with each change; the other numbers say which part changed last."""
@@ -84,11 +75,14 @@ class Follower:
         self.directory = directory
         run = Run.attach(directory)
         self.snapshot = Snapshot(directory=str(directory), record=run.record)
-        self._reader = EventReader(directory / "events.sqlite")
+        self._reader = EventReader(directory / "events.sqlite", keep=True)
         self._record_time: tuple[int, int] = (0, 0)
-        self._seen = {"progress": 0, "requests": 0, "readings": max(0, self._reader.last_id() - 20_000)}
+        self._seen = {"progress": 0, "requests": 0, "readings": 0}
         self._progress: dict[tuple[str, str], Pace] = {}
-        self._trails: dict[SeriesKey, tuple[deque[float], deque[float | None], Reading]] = {}
+        self._gatherers: dict[SeriesKey, Gatherer] = {}
+        self._trails: dict[SeriesKey, Trail] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._polled_s = 0.0
         self._requests: deque[RequestEvent] = deque(maxlen=KEPT_REQUESTS)
         self._host: Host | None = None
         self._sampler: Sampler | None = None
@@ -101,28 +95,51 @@ class Follower:
         host = self._host
         return host.client() if host is not None and self.snapshot.has_engine else None
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called, from another thread, after every change; it must return at once."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def poll_if_news(self) -> None:
+        """Look, if there is anything to see and the last look is long enough ago."""
+        now_s = time.monotonic()
+        if now_s - self._polled_s >= LEAST_S and (self._record_changed() or self._reader.has_news()):
+            self._polled_s = now_s
+            self.poll()
+
     def poll(self) -> None:
         """Look once; called by one thread at a time."""
         with self._lock:
             changes: dict[str, object] = {}
             if self._read_record():
-                run = Run.attach(self.directory)
-                changes |= {"record": run.record, "reports": run.reports()}
+                try:
+                    run = Run.attach(self.directory)
+                    changes |= {"record": run.record, "reports": run.reports()}
+                except (Refused, OSError):
+                    self._record_time = (0, 0)  # what is being written is there the next time
+                    raise
                 changes["reports_version"] = self.snapshot.reports_version + 1
+                if run.record.created != self.snapshot.record.created:
+                    changes |= self._begin_anew()
             if self._read_progress():
                 changes["progress"] = dict(self._progress)
             if self._read_requests():
                 changes["requests"] = tuple(self._requests)
             if self._read_readings():
-                changes |= {"trails": self._frozen_trails(), "readings_version": self.snapshot.readings_version + 1}
+                changes |= {"trails": dict(self._trails), "readings_version": self.snapshot.readings_version + 1}
             self._change(changes)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine was asked long enough ago."""
+        return time.monotonic() - self._looked_s >= HEALTH_S
 
     def look(self) -> None:
         """Ask the engine how it is, which may take as long as its deadline; called by one thread at a time."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < HEALTH_S:
-            return
-        self._looked_s = now_s
+        self._looked_s = time.monotonic()
         changes = self._look_at_engine()
         with self._lock:
             self._change(changes)
@@ -131,6 +148,8 @@ class Follower:
         if changes:
             changes["version"] = self.snapshot.version + 1
             self.snapshot = msgspec.structs.replace(self.snapshot, **changes)
+            for listener in tuple(self._listeners):
+                listener()
 
     def progress(self, rungs: Sequence[str]) -> list[ProgressEvent]:
         """Every event of some rungs, from the file: for a replay."""
@@ -155,15 +174,32 @@ class Follower:
             if self._host is not None:
                 self._host.release()
                 self._host = None
+            self._reader.close()
+
+    def _begin_anew(self) -> dict[str, object]:
+        """Another run has taken the folder's name: nothing of the first is true of it."""
+        self._seen = dict.fromkeys(self._seen, 0)
+        for kept in (self._progress, self._gatherers, self._trails, self._requests):
+            kept.clear()
+        if self._host is not None:
+            self._host.release()
+            self._host = None
+        return {"progress": {}, "trails": {}, "requests": (), "health": None, "info": None}
+
+    def _record_changed(self) -> bool:
+        return self._time_of_record() != self._record_time
 
     def _read_record(self) -> bool:
+        now = self._time_of_record()
+        changed, self._record_time = now != self._record_time, now
+        return changed
+
+    def _time_of_record(self) -> tuple[int, int]:
         try:
             stat = (self.directory / "run.json").stat()
         except OSError:
-            return False  # it is being replaced, or the run was removed; what was read stays
-        now = stat.st_mtime_ns, stat.st_ino
-        changed, self._record_time = now != self._record_time, now
-        return changed
+            return self._record_time  # it is being replaced, or the run was removed; what was read stays
+        return stat.st_mtime_ns, stat.st_ino
 
     def _read_progress(self) -> bool:
         changed = False
@@ -183,23 +219,28 @@ class Follower:
         return changed
 
     def _read_readings(self) -> bool:
-        changed = False
+        if not self._trails:
+            return self._read_past()
+        changed: dict[SeriesKey, Reading] = {}
         for identifier, one in self._reader.readings(self._seen["readings"]):
-            self._seen["readings"], changed = identifier, True
+            self._seen["readings"] = identifier
             key = one.source, one.device, one.metric
-            if key not in self._trails:
-                self._trails[key] = deque(maxlen=KEPT), deque(maxlen=KEPT), one
-            times, values, _ = self._trails[key]
-            times.append(one.time_s)
-            values.append(one.value)
-            self._trails[key] = times, values, one
-        return changed
+            if key not in self._gatherers:
+                self._gatherers[key] = Gatherer()
+            self._gatherers[key].add(one)
+            changed[key] = one
+        self._trails.update((key, self._gatherers[key].trail(last)) for key, last in changed.items())
+        return bool(changed)
 
-    def _frozen_trails(self) -> dict[SeriesKey, Trail]:
-        return {
-            key: Trail(last=last, times_s=tuple(times), values=tuple(values))
-            for key, (times, values, last) in self._trails.items()
-        }
+    def _read_past(self) -> bool:
+        """The first look: who comes late sees what is seen by who was there."""
+        past = self._reader.recent(SPAN_S, WIDTH_S)
+        self._seen["readings"] = past.last_id
+        for one in past.latest:
+            key = one.source, one.device, one.metric
+            self._gatherers[key] = Gatherer(past.buckets.get(key, ()))
+            self._trails[key] = self._gatherers[key].trail(one)
+        return bool(past.latest)
 
     def _look_at_engine(self) -> dict[str, object]:
         """What changed of its health, and what runs."""
@@ -246,7 +287,7 @@ class Follower:
         return {number for number in found if number is not None}
 
     def _newest_s(self) -> float:
-        return max((last.time_s for _, _, last in self._trails.values()), default=0.0)
+        return max((trail.last.time_s for trail in self.snapshot.trails.values()), default=0.0)
 
 
 def _told(health: Health | None) -> object:
@@ -338,10 +379,10 @@ class DataStore:
                     follower.close()
                     continue
                 try:
-                    follower.poll()
-                except Refused:
+                    follower.poll_if_news()
+                except (Refused, OSError, sqlite3.Error):
                     continue  # the run is being written or was removed; what was read stays
-                if name not in self._looking or self._looking[name].done():
+                if follower.is_due and (name not in self._looking or self._looking[name].done()):
                     self._looking[name] = self._lookers.submit(follower.look)
 
 

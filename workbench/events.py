@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sqlite3
@@ -14,11 +15,11 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from firstlight.workbench import readings
-from firstlight.workbench.readings import Bucket, Reading, Series
+from firstlight.workbench.readings import Bucket, Reading, Recent, Series
 
 Result = TypeVar("Result")
 
-BATCH_PERIOD_S = 0.1
+BATCH_PERIOD_S = 0.05  # so short that readings at 10 Hz come one by one
 BUSY_TIMEOUT_S = 10.0
 MOST_IN_A_BATCH = 10_000
 
@@ -172,6 +173,9 @@ class _File:
             raise
 
     def close(self) -> None:
+        """Moves what is in the log into the file itself, also while others read: the file may be copied from then on."""
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("pragma wal_checkpoint(passive)")
         self._connection.close()
 
 
@@ -182,10 +186,31 @@ def _loss(count: int) -> Reading:
 
 
 class EventReader:
-    """Follows an event file while it is written; `path` need not exist yet."""
+    """Follows an event file while it is written; `path` need not exist yet.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    `keep`: the file stays open between questions, and `has_news` tells cheaply whether it is worth asking.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep: bool = False) -> None:
         self.path = Path(path)
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._open: tuple[sqlite3.Connection, int] | None = None  # with the file's number
+        self._version = -1
+
+    def has_news(self) -> bool:
+        """Whether somebody wrote since this was asked last; True the first time there is something."""
+
+        def is_new(connection: sqlite3.Connection) -> bool:
+            before, self._version = self._version, connection.execute("pragma data_version").fetchone()[0]
+            return before != self._version
+
+        return self._ask(is_new, False)
+
+    def close(self) -> None:
+        """Lets go of a file that was kept open."""
+        with self._lock:
+            self._let_go()
 
     def progress(self, after: int = 0) -> Iterator[tuple[int, ProgressEvent]]:
         """Progress events with their ids, those after `after`."""
@@ -198,9 +223,10 @@ class EventReader:
         nothing: list[tuple[int, Reading]] = []
         return iter(self._ask(lambda connection: list(readings.all_readings(connection, after)), nothing))
 
-    def last_id(self) -> int:
-        """The id of the last reading; 0 without any."""
-        return self._ask(lambda connection: connection.execute("select max(id) from readings").fetchone()[0] or 0, 0)
+    def recent(self, span_s: float, width_s: float) -> Recent:
+        """The state of every series and its last stretch, for whoever begins to follow."""
+        nothing = Recent(last_id=0, latest=(), buckets={})
+        return self._ask(lambda connection: readings.recent(connection, span_s, width_s), nothing)
 
     def series(self) -> list[Series]:
         """Everything that has readings."""
@@ -229,17 +255,42 @@ class EventReader:
 
     def _ask(self, question: Callable[[sqlite3.Connection], Result], nothing: Result) -> Result:
         """The answer of the file as it is now; `nothing` before the writer has got that far."""
-        if not self.path.exists():
-            return nothing
-        connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
+        with self._lock:
+            connection = self._connection()
+            if connection is None:
+                return nothing
+            try:
+                return question(connection)
+            except sqlite3.OperationalError as error:
+                self._let_go()
+                if "no such table" not in str(error):
+                    raise
+                return nothing
+            finally:
+                if not self._keep:
+                    self._let_go()
+
+    def _connection(self) -> sqlite3.Connection | None:
+        """A connection to the file that bears the name now; None while there is no file."""
         try:
-            return question(connection)
-        except sqlite3.OperationalError as error:
-            if "no such table" not in str(error):
-                raise
-            return nothing
-        finally:
-            connection.close()
+            number = self.path.stat().st_ino
+        except FileNotFoundError:
+            self._let_go()
+            return None
+        if self._open is None or self._open[1] != number:
+            self._let_go()
+            address = f"{self.path.resolve().as_uri()}?mode=ro"
+            self._version = -1
+            connection = sqlite3.connect(
+                address, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            )
+            self._open = connection, number
+        return self._open[0]
+
+    def _let_go(self) -> None:
+        if self._open is not None:
+            self._open[0].close()
+            self._open = None
 
 
 def _insert(connection: sqlite3.Connection, event: ProgressEvent | RequestEvent) -> None:

@@ -67,6 +67,18 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
     gaps: int
 
 
+class Recent(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody who comes late has to know: the last reading of every series, and its last stretch in buckets.
+
+    `buckets`: per series (source, device, metric) the sums of `width_s` seconds each, by number since 1970: (number, count,
+    total, gaps). `last_id`: readings behind it are news.
+    """
+
+    last_id: int
+    latest: tuple[Reading, ...]
+    buckets: dict[tuple[str, str, str], list[tuple[int, int, float, int]]]
+
+
 class ReadingWriter:
     """Adds readings within the transaction of whoever calls it; one a connection."""
 
@@ -141,6 +153,27 @@ def latest(connection: sqlite3.Connection) -> list[Reading]:
         " (select id from readings where series = s.id order by time_s desc limit 1) order by s.id"
     )
     return [_reading(row) for row in connection.execute(query)]
+
+
+def recent(connection: sqlite3.Connection, span_s: float, width_s: float) -> Recent:
+    """The state of every series, as of one moment, with the last `span_s` before the newest reading."""
+    connection.execute("begin")
+    try:
+        last_id = connection.execute("select max(id) from readings").fetchone()[0] or 0
+        found = tuple(latest(connection))
+        newest_s = max((one.time_s for one in found), default=0.0)
+        query = (
+            "select s.source, s.device, s.metric, cast(r.time_s / ? as integer) as number, count(r.value),"
+            " total(r.value), sum(r.value is null) from series s join readings r on r.series = s.id"
+            " where r.time_s >= ? group by s.id, number order by s.id, number"
+        )
+        buckets: dict[tuple[str, str, str], list[tuple[int, int, float, int]]] = {}
+        since_s = width_s * ((newest_s - span_s) // width_s)  # whole stretches alone
+        for source, device, metric, *row in connection.execute(query, (width_s, since_s)):
+            buckets.setdefault((source, device, metric), []).append(tuple(row))
+    finally:
+        connection.execute("rollback")
+    return Recent(last_id=last_id, latest=found, buckets=buckets)
 
 
 def span(connection: sqlite3.Connection) -> tuple[float, float] | None:

@@ -7,14 +7,15 @@ from typing import Any
 import panel as pn
 
 from firstlight.dashboards import figures, html
-from firstlight.dashboards.store import Snapshot, Trail
+from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
+from firstlight.dashboards.trails import SPAN_S, SeriesKey, Trail
 from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
 from firstlight.workbench.readings import Series
 from firstlight.workbench.render import words
 
-SPAN_S = 120.0
 HIDDEN = ("memory",)  # sources with a tab of their own
+STALE_S = 30.0
 MOST_CURVES = 64
 MOST_POINTS = 9600
 
@@ -28,6 +29,7 @@ class Hardware:
         self._metric = pn.widgets.Select(name="Over the whole run", options=[], stylesheets=[FIELDS], width=300)
         self._metric.param.watch(lambda _: self._page.when_live(self._draw_history), "value")
         self._series: list[Series] = []
+        self._sparks = Sparks()
         self._version, self._at = -1, -1
         self._drawn: tuple[str, int] = ("", -1)  # metric and moment of the curves that stand there
 
@@ -38,7 +40,7 @@ class Hardware:
         if snapshot.readings_version == self._version:
             return
         self._version = snapshot.readings_version
-        put(self._devices, html.page(devices(snapshot)))
+        put(self._devices, html.page(devices(snapshot, self._sparks)))
         newest_s = max((trail.last.time_s for trail in snapshot.trails.values()), default=0.0)
         if int(newest_s // 10) != self._at:
             self._at = int(newest_s // 10)
@@ -83,7 +85,24 @@ def _kind(series: Series) -> str:
     return f"{words.heading(series.metric)} ({series.unit})"
 
 
-def devices(snapshot: Snapshot) -> str:
+class Sparks:
+    """Small curves of all series; a path is made anew only when a stretch of it has ended."""
+
+    def __init__(self) -> None:
+        self._made: dict[SeriesKey, tuple[tuple[float, ...], str]] = {}
+
+    def of(self, trail: Trail, newest_s: float) -> str:
+        if not trail.times_s:
+            return "<span></span>"
+        key = trail.last.source, trail.last.device, trail.last.metric
+        times_s, path = self._made.get(key, ((), ""))
+        if times_s is not trail.times_s:
+            path = html.curve(trail.times_s, trail.values, SPAN_S)
+            self._made[key] = trail.times_s, path
+        return html.spark(path, trail.times_s[0], newest_s, SPAN_S)
+
+
+def devices(snapshot: Snapshot, sparks: Sparks) -> str:
     """A card a device: name, curve and value of each metric, or the reason why there is none."""
     by_device: dict[str, list[Trail]] = {}
     for (source, device, _), trail in snapshot.trails.items():
@@ -95,11 +114,11 @@ def devices(snapshot: Snapshot) -> str:
         )
     newest_s = max(trail.last.time_s for trails in by_device.values() for trail in trails)
     first = sorted(by_device.items(), key=lambda item: not any(trail.last.alarm for trail in item[1]))  # alarms
-    cards = [_device(device, trails, newest_s) for device, trails in first]
+    cards = [_device(device, trails, newest_s, sparks) for device, trails in first]
     return f'<div class="grid">{"".join(cards)}</div>'
 
 
-def _device(device: str, trails: list[Trail], newest_s: float) -> str:
+def _device(device: str, trails: list[Trail], newest_s: float, sparks: Sparks) -> str:
     rows = []
     for trail in trails:
         last = trail.last
@@ -110,8 +129,8 @@ def _device(device: str, trails: list[Trail], newest_s: float) -> str:
             rows.append(f'{name}<span></span><span class="v {kind}">not available</span><span class="why">{why}</span>')
             continue
         value = words.quantity(round(last.value, 2) if abs(last.value) < 1000 else last.value, last.unit)
-        stale = newest_s - last.time_s > 30
+        stale = newest_s - last.time_s > STALE_S
         shown = f'<span class="v {"none" if stale else ""}">{html.said(value)}</span>'
-        rows.append(f"{name}{html.spark(trail.times_s, trail.values, newest_s, SPAN_S)}{shown}")
+        rows.append(f"{name}{sparks.of(trail, newest_s)}{shown}")
     alarm = "alarm" if any(trail.last.alarm for trail in trails) else ""
     return html.card(device, f'<div class="device">{"".join(rows)}</div>', alarm)

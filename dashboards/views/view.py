@@ -13,6 +13,9 @@ from firstlight.dashboards.store import DataStore, Follower, Snapshot
 from firstlight.dashboards.theme import SHEET
 
 
+PLOT = "fl-plot"
+
+
 class Page(Protocol):
     """What views know of the page they stand on."""
 
@@ -56,10 +59,10 @@ def put(target: Any, text: str) -> None:
 
 
 def plot(height: int = 300) -> Any:
-    """A place for a plotly figure."""
-    config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
-    empty: Figure = {"data": [], "layout": {"height": height, "paper_bgcolor": "rgba(0,0,0,0)"}}
-    return pn.pane.Plotly(empty, config=config, sizing_mode="stretch_width", margin=0, visible=False)
+    """A place for a plotly figure; the figure's component is made when there is one to show."""
+    return pn.Column(
+        sizing_mode="stretch_width", margin=0, min_height=height, visible=False, css_classes=[PLOT]
+    )
 
 
 def show(target: Any, figure: Figure | None) -> None:
@@ -67,8 +70,11 @@ def show(target: Any, figure: Figure | None) -> None:
     if figure is None:
         target.visible = False
         return
-    if target.object != figure:
-        target.object = figure
+    if not target.objects:
+        config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
+        target.objects = [pn.pane.Plotly(figure, config=config, sizing_mode="stretch_width", margin=0)]
+    elif target[0].object != figure:
+        target[0].object = figure
     target.visible = True
 
 

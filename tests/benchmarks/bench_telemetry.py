@@ -1,21 +1,30 @@
-"""What telemetry at 10 Hz costs an engine: tokens a second with the sampler and without, turn about.
+"""What telemetry at 10 Hz costs an engine: pairs of rounds with and without a sampler, and where the time goes.
 
-    python -m tests.benchmarks.bench_telemetry [--repeats 8] [--tokens 1500]
+    python -m tests.benchmarks.bench_telemetry [--pairs 24] [--tokens 1500]
 
-The sampler runs in a process of its own as under `firstlight up`, with all its sources and its events written to disk.
-Rounds alternate so that what else the machine does falls on both; the medians and the spread are printed.
+The sampler runs in a process of its own as under `firstlight up`, with all its sources and its events written to disk; in
+rounds without, that process sleeps. A pair is two neighbouring rounds, which of the two comes first alternates, and the loss
+is the mean of the pairs' own losses with its 95 % interval: what else the machine does falls on both. Beside throughput,
+which is noisy on a machine of few cores, stand the processor time of the engine for a token and that of the sampler's
+process as a share of all cores: what they sum to is what a machine without idle cores would lose.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
@@ -24,68 +33,134 @@ from tests.repo.tree import ROOT
 
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 SAMPLE = """
-import sys, time
+import sys
 from pathlib import Path
 from firstlight.engine.serving.host import Host
 from firstlight.workbench.events import EventWriter
 from firstlight.workbench.telemetry.sampler import Sampler
 host = Host.attach(Path(sys.argv[1]))
-with EventWriter(sys.argv[2]) as writer, Sampler(writer.put, host.client, 1 / float(sys.argv[3])) as sampler:
-    print("sampling", flush=True)
-    sys.stdin.readline()
-    print(sampler.cost, flush=True)
+with EventWriter(sys.argv[2]) as writer:
+    print("there", flush=True)
+    while sys.stdin.readline():
+        with Sampler(writer.put, host.client, 1 / float(sys.argv[3])):
+            print("sampling", flush=True)
+            sys.stdin.readline()
+        print("ended", flush=True)
 host.release()
 """
 
 
-def tokens_per_s(client: EngineClient, tokens: int, at_once: int) -> float:
-    """Several answers at once, `tokens` in all."""
+class Round(NamedTuple):
+    """Tokens a second, the engine's processor time a token, and the share of all cores that the other process took."""
+
+    tokens_per_s: float
+    engine_us_per_token: float
+    sampler_share: float
+
+
+class Other:
+    """The sampler's process; `turn` has it begin or end sampling."""
+
+    def __init__(self, where: Path, events: Path, hertz: float) -> None:
+        command = [sys.executable, "-c", SAMPLE, str(where), str(events), str(hertz)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.usage = psutil.Process(self._process.pid)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def turn(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def spent_s(processes: Sequence[psutil.Process]) -> float:
+    """Processor time of all threads so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def measured(
+    client: EngineClient, engine: Sequence[psutil.Process], other: Other, tokens: int, at_once: int
+) -> Round:
+    """One round: several answers at once, `tokens` in all."""
     params = SamplingParams(max_new_tokens=tokens // at_once, ignore_eos=True)
-    started_s = time.perf_counter()
+    engine_s, other_s, started_s = spent_s(engine), spent_s([other.usage]), time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
         done = list(pool.map(lambda _: client.complete("what does a cow say?", params=params), range(at_once)))
-    return sum(one.usage.completion_tokens for one in done) / (time.perf_counter() - started_s)
+    took_s = time.perf_counter() - started_s
+    count = sum(one.usage.completion_tokens for one in done)
+    cores = os.cpu_count() or 1
+    return Round(
+        count / took_s, 1e6 * (spent_s(engine) - engine_s) / count, (spent_s([other.usage]) - other_s) / took_s / cores
+    )
 
 
-def sampled(host_dir: Path, client: EngineClient, tokens: int, at_once: int, hertz: float) -> tuple[float, float]:
-    """(tokens a second while a sampler runs, the share of a core that sampling takes)."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", SAMPLE, str(host_dir), str(Path(folder) / "events.sqlite"), str(hertz)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()
-        rate = tokens_per_s(client, tokens, at_once)
-        out, _ = process.communicate("\n", timeout=60)
-        return rate, float(out)
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the half width of its 95 % interval (Student's t, approximated; 1.96 for many values)."""
+    count = len(values)
+    if count < 2:
+        return values[0], math.inf
+    freedom = count - 1
+    t = 1.96 + 2.4 / freedom + 2.8 / freedom**2  # within 0.5 % from four degrees of freedom on
+    return statistics.mean(values), t * statistics.stdev(values) / math.sqrt(count)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1500, help="a round")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--hertz", type=float, default=10.0)
+    parser.add_argument("--threads", type=int, default=None, help="of the engine (default: as many as cores)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "engine"
-        with Host.start(MENAGERIE, run_dir=where, max_batch=given.at_once, max_context=512) as host:
+        options = {"max_batch": given.at_once, "max_context": 512, "threads": given.threads}
+        with Host.start(MENAGERIE, run_dir=where, **options) as host:
             host.wait_ready(300)
-            client = host.client()
-            tokens_per_s(client, given.tokens, given.at_once)
-            without, watched, costs = [], [], []
-            for _ in range(given.repeats):
-                without.append(tokens_per_s(client, given.tokens, given.at_once))
-                rate, cost = sampled(where, client, given.tokens, given.at_once, given.hertz)
-                watched.append(rate)
-                costs.append(cost)
-    plain, seen = statistics.median(without), statistics.median(watched)
-    spread = 100 * statistics.stdev(without) / plain if len(without) > 1 else 0.0
+            client, engine = host.client(), [psutil.Process(pid) for pid in host.pids]
+            other = Other(where, Path(folder) / "events.sqlite", given.hertz)
+            measured(client, engine, other, given.tokens, given.at_once)
+            without: list[Round] = []
+            watched: list[Round] = []
+            for pair in range(given.pairs):
+                for sampling in (pair % 2 == 0, pair % 2 == 1):
+                    if sampling:
+                        other.turn()
+                    one = measured(client, engine, other, given.tokens, given.at_once)
+                    if sampling:
+                        other.turn()
+                    (watched if sampling else without).append(one)
+            other.close()
+    report(without, watched, given.hertz)
+
+
+def report(without: Sequence[Round], watched: Sequence[Round], hertz: float) -> None:
+    losses = [100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b in zip(without, watched, strict=True)]
+    dearer = [
+        100 * (b.engine_us_per_token / a.engine_us_per_token - 1) for a, b in zip(without, watched, strict=True)
+    ]
+    plain, seen = (statistics.median(one.tokens_per_s for one in rounds) for rounds in (without, watched))
+    print(f"{len(losses)} pairs: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
+    mean, width = interval(losses)
+    print(f"telemetry takes {mean:.2f} % of the throughput (95 %: {mean - width:.2f} to {mean + width:.2f})")
+    mean, width = interval(dearer)
+    cost = statistics.median(one.engine_us_per_token for one in without)
     print(
-        f"without telemetry {plain:,.1f} tokens/s (spread {spread:.1f} %), at {given.hertz:g} Hz {seen:,.1f} tokens/s"
+        f"the engine's processor time a token, {cost:,.0f} us, grows by {mean:.2f} %"
+        f" (95 %: {mean - width:.2f} to {mean + width:.2f})"
     )
-    core = 100 * statistics.median(costs)
-    print(f"telemetry takes {100 * (1 - seen / plain):.2f} % of the throughput, {core:.1f} % of a core")
+    mean, width = interval([100 * one.sampler_share for one in watched])
+    cores = os.cpu_count() or 1
+    print(
+        f"the sampler's process takes {mean:.3f} +- {width:.3f} % of the time of all {cores} cores"
+        f" ({cores * mean:.2f} % of one)"
+    )
 
 
 if __name__ == "__main__":

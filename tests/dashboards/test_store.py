@@ -1,5 +1,7 @@
 """What the pages show is read from run directories: as they are, as they grow, and nothing outside."""
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def test_a_follower_sees_what_is_added_and_nothing_changes_without_news(tmp_path
     run.add(report("scan").close())
     run.events.put(ProgressEvent(time_s=1.0, rung="load", phase="read", done=1.0, total=4.0, unit="B"))
     run.events.put(ProgressEvent(time_s=2.0, rung="load", phase="read", done=3.0, total=4.0, unit="B"))
-    for time_s, value in ((1.0, 100.0), (2.0, None), (3.0, 300.0)):
+    for time_s, value in ((2.0, 100.0), (2.5, 300.0), (4.0, None), (6.0, 300.0), (8.0, 400.0)):
         run.events.put(reading(time_s, value))
     assert run.events.flush()
     follower.poll()
@@ -43,8 +45,9 @@ def test_a_follower_sees_what_is_added_and_nothing_changes_without_news(tmp_path
     assert [one.verb for one in now.reports] == ["scan"]
     assert now.progress["load", "read"].rate == pytest.approx(2.0)
     trail = now.trails["nvml", "gpu 0", "power"]
-    assert trail.values == (100.0, None, 300.0)
-    assert trail.last.value == 300.0
+    assert trail.times_s == (3.0, 5.0, 7.0)
+    assert trail.values == (200.0, None, 300.0), "means over two seconds; where there was no value there is a gap"
+    assert trail.last.value == 400.0
     assert first.reports == (), "what was handed out stays as it was"
     run.close()
     follower.close()
@@ -54,17 +57,59 @@ def test_a_follower_that_comes_late_shows_the_same(tmp_path: Path) -> None:
     with Run.at(tmp_path / "a", "toy", "ckpt") as run:
         run.add(report("scan").close())
         run.add(report("plan", passed=False).close())
-        for second in range(500):
-            run.events.put(reading(float(second), float(second)))
-        assert run.events.flush()
         early = Follower(tmp_path / "a")
+        for tenth in range(3000):
+            run.events.put(reading(tenth / 10, None if 2500 < tenth < 2600 else float(tenth)))
+            if tenth % 700 == 0:
+                assert run.events.flush()
+                early.poll()
+        assert run.events.flush()
         early.poll()
     late = Follower(tmp_path / "a")
     late.poll()
+    assert len(late.snapshot.trails["nvml", "gpu 0", "power"].times_s) == 60, "two minutes, however often it was read"
     assert late.snapshot.reports == early.snapshot.reports
     assert late.snapshot.trails == early.snapshot.trails
     assert late.snapshot.latest("plan") is not None
     assert not late.snapshot.has_engine
+
+
+def test_another_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
+    with Run.at(tmp_path / "a", "toy", "ckpt") as run:
+        run.events.put(reading(1.0, 1.0, "gpu 7"))
+        run.events.put(ProgressEvent(time_s=1.0, rung="load", phase="read", done=1.0))
+        assert run.events.flush()
+        follower = Follower(tmp_path / "a")
+        follower.poll()
+        assert {device for _, device, _ in follower.snapshot.trails} == {"gpu 7"}
+    shutil.rmtree(tmp_path / "a")
+    follower.poll_if_news()
+    with Run.at(tmp_path / "a", "toy", "ckpt") as run:
+        run.events.put(reading(2.0, 2.0, "gpu 1"))
+        assert run.events.flush()
+        follower.poll()
+    now = follower.snapshot
+    assert {device for _, device, _ in now.trails} == {"gpu 1"}
+    assert not now.progress
+    follower.close()
+
+
+def test_who_follows_is_told_of_every_change_and_asked_for_nothing_without(tmp_path: Path) -> None:
+    told: list[int] = []
+    store = DataStore(tmp_path).start()
+    with Run.at(tmp_path / "a", "toy", "ckpt") as run:
+        follower = store.follow("a")
+        follower.listen(lambda: told.append(follower.snapshot.readings_version))
+        for count in range(1, 4):
+            run.events.put(reading(float(count), 1.0))
+            started_s = time.monotonic()
+            while len(told) < count and time.monotonic() - started_s < 5.0:
+                time.sleep(0.01)
+            assert time.monotonic() - started_s < 0.5, "within half a second"
+        seen = len(told)
+        time.sleep(0.3)
+        assert len(told) == seen
+    store.close()
 
 
 def test_only_runs_below_the_root_can_be_followed(tmp_path: Path) -> None:
