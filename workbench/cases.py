@@ -18,6 +18,7 @@ NARROW_NOISE_FACTOR = 4  # ... and in dtypes whose noise is large
 LEAST_LIMIT = 1e-4  # a measured floor does not narrow the limit below this
 OUTLIER_SHARE = 0.02  # of the tokens may lie outside in narrow dtypes, besides twice those of the reference itself
 ROUTED_SHARE = 0.08  # ... for each router, where the reference's own share is not known
+CARRIED_SHARE = 0.04  # ... for each layer with a state, which carries a rounding on to all tokens behind it
 MOST_ROUTED_SHARE = 0.25
 
 
@@ -92,7 +93,9 @@ class Case:
         if floor is not None:
             return 2 * int(self.outside(floor).sum()) + math.ceil(OUTLIER_SHARE * count)
         routers = sum(layer.experts is not None for layer in self.spec.layers)
-        share = max(OUTLIER_SHARE, min(ROUTED_SHARE * routers, MOST_ROUTED_SHARE))
+        carried = sum(bool(layer.cache().states) for layer in self.spec.layers)
+        share = ROUTED_SHARE * routers + CARRIED_SHARE * carried
+        share = max(OUTLIER_SHARE, min(share, MOST_ROUTED_SHARE))
         return math.ceil(share * count)
 
     def outside(self, found: Deviation) -> NDArray[np.bool_]:

@@ -29,6 +29,7 @@ from firstlight.engine.weights.unpacked import Unpacked
 
 Arrays = dict[str, NDArray[Any]]
 TYPE_NAMES = ("mm_token_type_ids", "token_type_ids")
+DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -81,6 +82,8 @@ class Reference:
                 raise unavailable(directory, "tensors have other shapes than config.json asks for") from error
         refuse_random(directory, info)
         _mend(model)
+        if dtype == "F32":
+            _sharpen(model)
         return cls(model.eval(), transformers.__version__, _report(info))
 
     def run(self, inputs: Mapping[str, NDArray[Any]], generate: int = 0) -> Arrays:
@@ -225,8 +228,10 @@ def load_transformers() -> Any:
     return transformers
 
 
-def without_memory(directory: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """transformers' own module of a checkpoint, in bfloat16, within the mode of fake tensors that is on: shapes alone.
+def without_memory(
+    directory: str | Path, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """transformers' own module of a checkpoint, in `dtype`, within the mode of fake tensors that is on: shapes alone.
 
     Experts are multiplied all at once, which can be shaped without knowing who was chosen. Raises `Refused`.
     """
@@ -241,7 +246,7 @@ def without_memory(directory: str | Path, *, trust_remote_code: bool = False) ->
             kind = transformers.AutoModelForCausalLM
             if hasattr(config, "vision_config"):
                 kind = transformers.AutoModelForImageTextToText
-            return kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.bfloat16)
+            return kind.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise unavailable(directory, str(error).splitlines()[0]) from error
 
@@ -342,6 +347,18 @@ def _mend(model: Any) -> None:
     """Llama 4's forward in transformers 5.24 asks the text's output for a field that it does not have."""
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_add_field)
+
+
+def _sharpen(model: Any) -> None:
+    """MiniMax's decays anew, in float32, where the checkpoint holds nothing but their rounding to a narrower dtype."""
+    for module in model.modules():
+        if not hasattr(module, "decay_factors"):
+            continue
+        rate = module.get_slope_rate()
+        for name, exact in zip(DECAYS, (rate, *module.decay_factors(rate)), strict=True):
+            held = getattr(module, name)
+            if any(torch.equal(exact.to(dtype).float(), held) for dtype in (torch.bfloat16, torch.float16)):
+                held.copy_(exact)
 
 
 def _add_field(module: object, args: object, out: Any) -> None:

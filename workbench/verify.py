@@ -31,6 +31,7 @@ from firstlight.workbench.picture_marks import as_made
 from firstlight.workbench.position_marks import as_counted
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.rounding_marks import as_computed, as_stored, on_rounded_tables, rounded_tables
 from firstlight.workbench.side_files import absent_side_files
 
 if TYPE_CHECKING:
@@ -100,11 +101,18 @@ def verify(
     longest = spec.max_positions if engine is None else engine.info().max_context
     cases = [replace(case, decodes=case.golden.longest + case.steps <= longest) for case in cases]
     options = _sized(options, cases)
+    tables = rounded_tables(checkpoint)
+    draft.find(on_rounded_tables(tables))
+    if golden is not None and limit is None:
+        cases = [as_computed(draft, case) for case in cases]
+        within = cases[0].limit
     draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
     with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
         draft.find(running.info().findings)
         if golden is not None:
             cases = [as_counted(draft, running, as_made(draft, running, case)) for case in cases]
+        if golden is not None and limit is None:
+            cases = [as_stored(draft, running, case, tables) for case in cases]
         verdicts = [judge(draft, running, case, say) for case in cases]
         for case, verdict in zip(cases, verdicts, strict=True):
             if not verdict.passed:
