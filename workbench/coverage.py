@@ -1,15 +1,18 @@
 """Operator coverage: what the reference's own modelling code computes, operator by operator, and what we have for it.
 
 The reference is built of fake tensors (shapes without memory) and runs once; every operator that torch is asked for
-is recorded with shapes, dtypes and the module that asked. Rows are ordered by their share of FLOPs and of bytes.
-`native`: a module of this kind has an operator here. `fallback`: torch itself computes it, inside the reference's
-module. `missing`: an operator that is not torch's own.
+is recorded with shapes, dtypes, the kind of layer and the module that asked. Rows are ordered by their share of FLOPs
+and of bytes. `native`: an operator here is for modules of this kind, what it is known by was seen in the module, and
+the row's operator belongs to it. `fallback`: torch itself computes it, inside the reference's module. `missing`: an
+operator that is not torch's own. Each row says what its verdict rests on. A name alone proves nothing.
 """
 
 from __future__ import annotations
 
-import re
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,39 +20,50 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from firstlight.workbench.reference import without_memory
+from firstlight.workbench.reference import quiet, without_memory
 from firstlight.workbench.report import Draft
+from firstlight.workbench.served import FREE, MOVES, REDUCTIONS, served
 
 TOKENS = 64
-NATIVE: tuple[tuple[str, str], ...] = (  # what a module's class is called -> the operator of kernels/ that serves it
-    (r"RMSNorm|RmsNorm", "rms_norm"),
-    (r"LayerNorm", "torch"),
-    (r"Rotary|RotaryEmbedding|Rope", "rotary"),
-    (r"TopK?Router|Router|MoEGate|Gate$", "router_topk"),
-    (r"Experts|SparseMoe|MoE|Moe", "moe"),
-    (r"GatedDelta|KimiDelta|Kda", "linear_attention"),
-    (r"Mamba|Mixer2|SSM", "linear_attention"),
-    (r"Lightning|LinearAttention", "linear_attention"),
-    (r"Attention|Attn", "attention"),
-    (r"MLP|Mlp|FeedForward|Activation|^SiLU|^GELU", "gated_activation"),
-    (r"Embedding|Embed", "torch"),
-    (r"^Linear$|Conv1D$", "linear"),
-    (r"Conv[123]d|DepthwiseConv", "causal_conv"),
-)
-FREE = frozenset(  # they move nothing
-    """view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach slice split select
-    split_with_sizes unbind chunk""".split()  # noqa: SIM905 - a wall of words reads better
-)
+OUTSIDE = "outside the layers"
+
+
+@dataclass(slots=True)
+class _Row:
+    """One operator in modules of one class in layers of one kind."""
+
+    calls: int = 0
+    flops: float = 0.0
+    nbytes: float = 0.0
+    shapes: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Key:
+    layers: str
+    module: str
+    operator: str
+    namespace: str
+
+
+@dataclass(slots=True)
+class _Asking:
+    """Who asks torch for operators at the moment, innermost last."""
+
+    stack: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def now(self) -> tuple[str, str]:
+        return self.stack[-1] if self.stack else (OUTSIDE, "the model itself")
 
 
 class _Recorder(TorchDispatchMode):
     """Counts what torch is asked for, by the module that asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, asking: _Asking) -> None:
         super().__init__()
-        self.rows: dict[tuple[str, str, str], list[float]] = {}
-        self.shapes: dict[tuple[str, str, str], str] = {}
-        self.stack: list[str] = []
+        self.rows: dict[_Key, _Row] = {}
+        self._asking = asking
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,20 +73,24 @@ class _Recorder(TorchDispatchMode):
         if name in FREE or func.namespace == "prim":  # views, and questions about a tensor
             return out
         tensors = list(_tensors((args, kwargs, out)))
-        packet = getattr(func, "_overloadpacket", None)
-        flops = 0
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif "scaled_dot_product" in name:  # the counter knows those of GPUs alone
-            q, k, v = args[:3]
-            flops = 2 * q.numel() * k.shape[-2] + 2 * q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1]
-        key = self.stack[-1] if self.stack else "the model itself", name, str(func.namespace)
-        found = self.rows.setdefault(key, [0, 0.0, 0.0])
-        found[0] += 1
-        found[1] += flops
-        found[2] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.shapes.setdefault(key, "; ".join(map(_form, tensors[:3])))
+        row = self.rows.setdefault(_Key(*self._asking.now, name, str(func.namespace)), _Row())
+        row.calls += 1
+        row.flops += _flops(func, name, args, kwargs or {}, out, tensors)
+        row.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        row.shapes = row.shapes or "; ".join(map(_form, tensors[:3]))
         return out
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any, tensors: list[torch.Tensor]) -> float:
+    """Products as torch counts them; of other arithmetic one a value."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    if "scaled_dot_product" in name:  # the counter knows those of GPUs alone
+        q, k, v = args[:3]
+        return float(2 * q.numel() * k.shape[-2] + 2 * q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])
+    counts = name in REDUCTIONS or (torch.Tag.pointwise in func.tags and name not in MOVES)
+    return float(max((tensor.numel() for tensor in tensors), default=0)) if counts else 0.0
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -95,52 +113,158 @@ def coverage(draft: Draft, directory: str, trust_remote_code: bool = False) -> N
 
     Raises `Refused` where transformers does not know the architecture either.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = without_memory(directory, trust_remote_code=trust_remote_code)
-        trace(draft, model)
+    said: list[str] = []
+    for dtype in (torch.bfloat16, torch.float32):  # some code computes in float32 alone
+        with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _unsaid("torch._subclasses.fake_tensor"):
+            model = without_memory(directory, trust_remote_code=trust_remote_code, dtype=dtype)
+            recorded = record(model, said)
+        if recorded is not None:
+            _tell(draft, recorded, said)
+            return
+    draft.check("the reference can be traced without memory", False, detail=said[0])
 
 
-def trace(draft: Draft, model: Any) -> None:
-    """The same for a module of fake tensors that takes `input_ids` [1, tokens]; called where these are the mode."""
-    recorder = _Recorder()
+@contextlib.contextmanager
+def _unsaid(name: str) -> Iterator[None]:
+    """Nothing from a logger that also prints what is raised."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def record(model: Any, said: list[str]) -> _Recorder | None:
+    """What a module of fake tensors that takes `input_ids` [1, tokens] asks torch for; called where these are the mode.
+
+    None where it cannot be traced; then, and where pictures could not be, the reason is added to `said`.
+    """
+    asking = _Asking()
+    recorder = _Recorder(asking)
+    kinds = _layer_kinds(model)
     handles = []
-    for module in model.modules():
-        name = type(module).__name__
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: recorder.stack.append(name)))
-        handles.append(module.register_forward_hook(lambda *_: (recorder.stack.pop(), None)[1]))
+    for name, module in model.named_modules():
+        who = next((label for prefix, label in kinds.items() if f"{name}.".startswith(prefix)), OUTSIDE)
+        pair = who, type(module).__name__
+        handles.append(module.register_forward_pre_hook(lambda *_, pair=pair: asking.stack.append(pair)))
+        handles.append(module.register_forward_hook(lambda *_: (asking.stack.pop(), None)[1]))
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
     try:
         with torch.no_grad(), recorder:  # inference mode would hand operators on before they are seen
-            model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        draft.check("the reference can be traced without memory", False, detail=str(error).splitlines()[0][:200])
-        return
+            model.eval()(input_ids=ids, use_cache=False)
+            if (reason := _look(model)) is not None:
+                said.append(reason)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
+        said.append(_first_line(error))
+        return None
     finally:
         for handle in handles:
             handle.remove()
+    return recorder
+
+
+def _layer_kinds(model: Any) -> dict[str, str]:
+    """Prefixes of layers -> the layers of the same kind: those whose modules are of the same classes, in order."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    outer = [name for name in outer if len(model.get_submodule(name)) > 1] or outer
+    found: dict[str, str] = {}
+    for name in outer:
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for index, layer in enumerate(model.get_submodule(name)):
+            kinds.setdefault(tuple(type(part).__name__ for part in layer.modules()), []).append(index)
+        for indices in kinds.values():
+            label = f"{name}.{_numbers(indices)}"
+            found |= {f"{name}.{index}.": label for index in indices}
+    return found
+
+
+def _numbers(indices: list[int]) -> str:
+    """`0`, `{0..3}`, `{0,2,5}`, or of many with gaps `{12 of 0..20}`."""
+    first, last = indices[0], indices[-1]
+    if len(indices) == 1:
+        return str(first)
+    if len(indices) == last - first + 1:
+        return f"{{{first}..{last}}}"
+    listed = ",".join(map(str, indices))
+    return f"{{{listed}}}" if len(indices) <= 4 else f"{{{len(indices)} of {first}..{last}}}"
+
+
+def _look(model: Any) -> str | None:
+    """One blank picture through the vision tower; the reason where that cannot be done."""
+    config = getattr(getattr(model, "config", None), "vision_config", None)
+    if config is None:
+        return None
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+    inner = getattr(model, "model", None)
+    look = getattr(model, "get_image_features", None) or getattr(inner, "get_image_features", None)
+    if look is None or not isinstance(size, int | list | tuple):
+        return "the vision tower takes pictures of no fixed size: its operators are not among these"
+    rows, columns = (size, size) if isinstance(size, int) else size
+    pixels = torch.zeros(1, channels, rows, columns, dtype=model.dtype)
+    try:
+        look(pixel_values=pixels)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
+        return f"the vision tower was not traced, its operators are not among these: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _tell(draft: Draft, recorder: _Recorder, said: list[str]) -> None:
     rows = list(_rows(recorder))
-    missing = [row["operator"] for row in rows if row["status"] == "missing"]
-    native = sum(row["share_of_flops"] for row in rows if row["status"] == "native")
-    said = ", ".join(missing[:6])
-    draft.check("no operator is missing", not missing, value=len(missing), limit=0, unit="operators", detail=said)
-    draft.metric("native_flops", native, "%", f"of one pass over {TOKENS} tokens; the rest runs in torch")
+    missing = list(dict.fromkeys(row["operator"] for row in rows if row["status"] == "missing"))
+    draft.check(
+        "no operator is missing",
+        not missing,
+        value=len(missing),
+        limit=0,
+        unit="operators",
+        detail=", ".join(missing[:6]),
+    )
+    for reason in said:
+        if reason.startswith("the vision tower"):
+            draft.check("pictures are traced as well", None, detail=reason)
+    for what in ("flops", "bytes"):
+        native = sum(row[f"share_of_{what}"] for row in rows if row["status"] == "native")
+        draft.metric(f"native_{what}", native, "%", f"of one pass over {TOKENS} tokens; the rest runs in torch")
+    gaps = dict.fromkeys(f"{row['operator']} in {row['module']}" for row in rows if row["status"] == "fallback")
+    draft.metric("gaps", len(gaps), "operators", f"in torch alone: {', '.join(list(gaps)[:4])}" if gaps else "")
     draft.table("operator_coverage", rows)
 
 
+def trace(draft: Draft, model: Any) -> None:
+    """The table for a module of fake tensors; called where these are the mode."""
+    said: list[str] = []
+    recorder = record(model, said)
+    if recorder is None:
+        draft.check("the reference can be traced without memory", False, detail=said[0])
+    else:
+        _tell(draft, recorder, said)
+
+
 def _rows(recorder: _Recorder) -> Iterator[dict[str, Any]]:
-    """By module class and operator, the dearest first."""
-    flops = sum(found[1] for found in recorder.rows.values()) or 1.0
-    moved = sum(found[2] for found in recorder.rows.values()) or 1.0
-    ordered = sorted(recorder.rows.items(), key=lambda item: (-item[1][1], -item[1][2]))
-    for (module, operator, namespace), (calls, cost, nbytes) in ordered:
-        ours = next((kernel for pattern, kernel in NATIVE if re.search(pattern, module)), None)
-        status = "missing" if namespace not in ("aten", "prims") else "native" if ours else "fallback"
+    """By kind of layer, module class and operator, the dearest first."""
+    flops = sum(row.flops for row in recorder.rows.values()) or 1.0
+    moved = sum(row.nbytes for row in recorder.rows.values()) or 1.0
+    seen: dict[tuple[str, str], set[str]] = {}
+    for key in recorder.rows:
+        seen.setdefault((key.layers, key.module), set()).add(key.operator)
+    for key, row in sorted(recorder.rows.items(), key=lambda item: (-item[1].flops, -item[1].nbytes)):
+        verdict = served(key.module, key.operator, key.namespace, seen[key.layers, key.module])
         yield {
-            "module": module,
-            "operator": operator,
-            "status": status,
-            "served_by": ours or "",
-            "calls": int(calls),
-            "share_of_flops": 100 * cost / flops,
-            "share_of_bytes": 100 * nbytes / moved,
-            "first_shapes": recorder.shapes[module, operator, namespace],
+            "layers": key.layers,
+            "module": key.module,
+            "operator": key.operator,
+            "status": verdict.status,
+            "served_by": verdict.served_by,
+            "evidence": verdict.evidence,
+            "calls": row.calls,
+            "share_of_flops": 100 * row.flops / flops,
+            "share_of_bytes": 100 * row.nbytes / moved,
+            "first_shapes": row.shapes,
         }

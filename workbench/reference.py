@@ -344,9 +344,17 @@ def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mend(model: Any) -> None:
-    """Llama 4's forward in transformers 5.24 asks the text's output for a field that it does not have."""
+    """What transformers 5.24 does not get right by itself.
+
+    Llama 4's forward asks the text's output for a field that it does not have. Decoders that may look ahead (PaliGemma)
+    look ahead by fast attention wherever no mask is made, and by the plain one only where they are asked to.
+    """
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_add_field)
+    with contextlib.suppress(Refused):  # no list of layers
+        modules = [module for layer in decoder_layers(model) for module in layer.modules()]
+        if any(getattr(module, "is_causal", True) is False for module in modules):
+            model.set_attn_implementation("eager")  # where others are given no mask they let a token see all of its row
 
 
 def _sharpen(model: Any) -> None:

@@ -105,6 +105,9 @@ def text(config: Config) -> ModelSpec:
 def spec(config: Config) -> ModelSpec:
     config.get("image_placeholder"), config.get("tie_word_embeddings")  # the text's own flag counts
     found = text(config.sub("text_config"))
+    if "vision_config" not in config:  # a release of the text alone
+        config.get("media_placeholder_token_id")
+        return found
     pad = int(config.need("media_placeholder_token_id"))
     return msgspec.structs.replace(found, vision=moonvit(config.sub("vision_config"), found.hidden, pad))
 
