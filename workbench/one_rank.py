@@ -138,7 +138,8 @@ class _Part:
         return seconds
 
     def _through(self, layer: Layer, x: Tensor, batch: ForwardBatch, index: int) -> Tensor:
-        out: Tensor = layer(x, batch, batch.cache[index - self.layers[0]])
+        owner = self.spec.layers[index].keys_of
+        out: Tensor = layer(x, batch, batch.cache[(index if owner is None else owner) - self.layers[0]])
         return out
 
     def _batch(self, ops: Choice, dtype: torch.dtype) -> ForwardBatch:
@@ -154,6 +155,7 @@ class _Part:
         self._comms = Comms.connect(self._mesh, self.pieces.rank, FakeStore(), "fake")
         specs = tuple(self.spec.layers[i].cache() for i in range(*self.layers))
         cache = KVCache(specs, 1, TOKENS, 1, self._mesh.tp, dtype, torch.device("cpu"))
+        inputs = self.spec.per_layer
         return ForwardBatch(
             token_ids_T=torch.zeros(TOKENS, dtype=torch.int64),
             positions_T=torch.arange(TOKENS),
@@ -162,6 +164,7 @@ class _Part:
             comms=self._comms,
             ops=ops,
             slots=(0,),
+            handed={} if inputs is None else {"input": torch.zeros(TOKENS, inputs.width, dtype=dtype)},
         )
 
     def close(self) -> None:
@@ -176,6 +179,10 @@ def _refuse_elsewhere(spec: ModelSpec, share: RankPieces, start: int, stop: int)
         raise _usage(
             f"rank {share.rank} has layers {first} to {last - 1}", f"layers within {first}:{last}", f"{start}:{stop}"
         )
+    for index in range(start, stop):
+        owner = spec.layers[index].keys_of
+        if owner is not None and owner < start:
+            raise _usage(f"layer {index} attends to keys of layer {owner}", f"layers from {owner}", f"from {start}")
     chosen = spec.chooser(start)
     if chosen is not None and chosen < start:
         raise _usage(

@@ -45,7 +45,8 @@ class ForwardBatch:
     each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow, also where
     an indexer chooses among equal scores). `rotary`
     keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it. `handed` is what a layer
-    leaves for those behind it beside the stream: `chosen`, the keys [T, k] that the last indexer chose, and `chosen.i`,
+    leaves for those behind it beside the stream: `inputs`, those of this stage's layers and of all behind it, [T, L,
+    P], and `input`, that of the layer that runs; `chosen`, the keys [T, k] that the last indexer chose, and `chosen.i`,
     those that layer i chose; `deep`, picture features that are added behind the first layers. Where a batch has
     pictures and the model makes a difference: `positions_3T` are the frame, row and column of each token,
     `picture_rows` the rows that pictures fill, and `groups` says of each sequence which of its tokens [L] belong to

@@ -14,6 +14,7 @@ from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.embedding import Head, TokenEmbedding
 from firstlight.engine.model.layers.layer import Layer
 from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.per_layer import PerLayerInputs
 from firstlight.engine.model.layers.residual import ENDS
 from firstlight.engine.model.layers.towers import TOWERS
 from firstlight.engine.model.spec import CacheSpec, ModelSpec
@@ -38,6 +39,9 @@ class Model:
         self.device = weights.device
         self.is_first, self.is_last = start == 0, stop == spec.num_layers
         self._embed = TokenEmbedding(spec, access) if self.is_first else None
+        self._inputs = (
+            PerLayerInputs(spec.per_layer, access.into("per_layer")) if spec.per_layer and self.is_first else None
+        )
         self._vision = TOWERS[type(spec.vision)](spec.vision, access) if spec.vision and self.is_first else None
         self._layers = self._layers_over(weights, ops)
         self._choosers = [spec.chooser(i) for i in range(start, stop)]
@@ -114,8 +118,12 @@ class Model:
     def hand_on(self, batch: ForwardBatch) -> None:
         """What `forward` would hand from stage to stage beside the stream, alone; before `run_layer` on a batch."""
         if not self.is_first:
+            self._receive_inputs(batch)
             self._receive_deep(batch)
+        elif self._inputs is not None and self._embed is not None:
+            batch.handed["inputs"] = self._inputs(self._embed(batch), batch)
         if not self.is_last:
+            self._send_inputs(batch)
             self._send_deep(batch)
 
     @torch.inference_mode()
@@ -130,7 +138,11 @@ class Model:
         x_TH = self._deepened(index, x_TH, batch)
         if chooser is not None and chooser != index:
             batch.handed["chosen"] = batch.handed[f"chosen.{chooser}"]
-        x_TH = self._layers[place](x_TH, batch, batch.cache[place])
+        if self.spec.per_layer is not None:
+            batch.handed["input"] = batch.handed["inputs"][:, place]
+        owner = self.spec.layers[index].keys_of
+        keeps = place if owner is None else owner - self.layer_range[0]
+        x_TH = self._layers[place](x_TH, batch, batch.cache[keeps])
         if chooser == index:
             batch.handed[f"chosen.{index}"] = batch.handed["chosen"]
         return x_TH
@@ -141,6 +153,17 @@ class Model:
             return x_TH
         deep_NH = batch.handed["deep"][:, (index - 1) * x_TH.shape[1] : index * x_TH.shape[1]]
         return x_TH.index_add(0, batch.picture_rows, deep_NH.to(x_TH.dtype))
+
+    def _receive_inputs(self, batch: ForwardBatch) -> None:
+        if (inputs := self.spec.per_layer) is not None:
+            shape = batch.token_ids_T.shape[0], inputs.layers - self.layer_range[0], inputs.width
+            empty_TLP = torch.empty(shape, dtype=self.dtype, device=self.device)
+            batch.handed["inputs"] = batch.comms.pp.receive(empty_TLP, batch.comms.pp.index - 1)
+
+    def _send_inputs(self, batch: ForwardBatch) -> None:
+        if self.spec.per_layer is not None:
+            rest_TLP = batch.handed["inputs"][:, self.layer_range[1] - self.layer_range[0] :]
+            batch.comms.pp.send(rest_TLP.to(self.dtype).contiguous(), batch.comms.pp.index + 1)
 
     def _receive_deep(self, batch: ForwardBatch) -> None:
         if self._num_deep >= self.layer_range[0] and batch.picture_rows is not None:
@@ -157,6 +180,8 @@ class Model:
         x_TH = self._embed(batch)
         if batch.tap is not None:
             batch.tap("embed", x_TH)
+        if self._inputs is not None:
+            batch.handed["inputs"] = self._inputs(x_TH, batch)
         return x_TH if self._ends is None else self._ends.enter(x_TH)
 
     def _received(self, batch: ForwardBatch) -> Tensor:
@@ -169,6 +194,7 @@ class Model:
                 shape[0], min(keys, batch.attention.max_kv_len), dtype=torch.int64, device=self.device
             )
             batch.handed[f"chosen.{layer}"] = batch.comms.pp.receive(empty_Tk, source)
+        self._receive_inputs(batch)
         self._receive_deep(batch)
         return batch.comms.pp.receive(empty_TH, source)
 
@@ -176,6 +202,7 @@ class Model:
         destination = batch.comms.pp.index + 1
         if chosen := self.spec.chosen_keys(self.layer_range[1]):
             batch.comms.pp.send(batch.handed[f"chosen.{chosen[0]}"], destination)
+        self._send_inputs(batch)
         self._send_deep(batch)
         batch.comms.pp.send(x_TH, destination)
 

@@ -29,7 +29,7 @@ def allowed(
     if axis == "dp":
         return tuple(range(1, limit + 1))
     if axis == "pp":
-        return tuple(range(1, min(limit, spec.num_layers) + 1))
+        return tuple(range(1, min(limit, spec.most_stages) + 1))
     if axis == "sp":
         return (1,) if undivided(spec) else tuple(range(1, limit + 1))
     mine = [place for place in (placements(spec) if places is None else places) if place.axis == axis]
@@ -79,13 +79,16 @@ def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
             found=f"sp {mesh.sp}",
             next=_instead_of_sp(spec, mesh, places),
         )
-    if mesh.pp > spec.num_layers:
+    if mesh.pp > (most := spec.most_stages):
+        which = f"{spec.num_layers} layers"
+        if most < spec.num_layers:
+            which += f", of which {most} groups can be parted (a layer stays with those that attend to its keys),"
         yield fatal(
             "indivisible",
-            f"{spec.num_layers} layers do not fill {mesh.pp} pipeline stages",
-            expected=f"pp 1 to {spec.num_layers}",
+            f"{which} do not fill {mesh.pp} pipeline stages",
+            expected=f"pp 1 to {most}",
             found=f"pp {mesh.pp}",
-            next=f"use --pp {spec.num_layers} or less",
+            next=f"use --pp {most} or less",
         )
     for axis in ("tp", "ep"):
         size = mesh.size(axis)
@@ -115,7 +118,7 @@ def _instead_of_sp(spec: ModelSpec, mesh: Mesh, places: tuple[Placement, ...]) -
     """The nearest mesh that is possible, with as many ranks where there is one."""
     wanted = mesh.tp * mesh.sp
     tp = max((good for good in allowed(spec, "tp", wanted, places) if wanted % good == 0), default=1)
-    pp = min(mesh.pp * (wanted // tp), spec.num_layers)
+    pp = min(mesh.pp * (wanted // tp), spec.most_stages)
     near = msgspec.structs.replace(mesh, sp=1, tp=tp, pp=pp)
     return "use " + (" ".join(f"--{axis} {near.size(axis)}" for axis in AXES if near.size(axis) > 1) or "one rank")
 
@@ -124,7 +127,7 @@ def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> s
     below = max((good for good in sizes if good < size), default=1)
     above = min((good for good in sizes if good > size), default=None)
     ways = [f"--{axis} {below}"] + ([f"--{axis} {above}"] if above else [])
-    if (stages := min(size, spec.num_layers)) > 1:
+    if (stages := min(size, spec.most_stages)) > 1:
         ways.append(f"--pp {stages} instead, by layers")
     return "use " + ", or ".join(ways)
 

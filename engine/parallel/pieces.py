@@ -89,8 +89,10 @@ def layer_elements(spec: ModelSpec) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def stages(spec: ModelSpec, pp: int) -> tuple[tuple[int, int], ...]:
     """Pipeline cuts [start, stop) by layer: the largest stage holds as few parameters as possible, none is empty."""
-    assert 1 <= pp <= spec.num_layers
-    return _cut(layer_elements(spec), pp)
+    runs, elements = spec.together(), layer_elements(spec)
+    assert 1 <= pp <= len(runs)
+    cuts = _cut([sum(elements[start:stop]) for start, stop in runs], pp)
+    return tuple((runs[start][0], runs[stop - 1][1]) for start, stop in cuts)
 
 
 def _cut(weight: Sequence[int], pp: int) -> tuple[tuple[int, int], ...]:

@@ -34,6 +34,8 @@ def undivided(spec: ModelSpec) -> str:
 
 
 def _why(layer: LayerSpec) -> str:
+    if layer.per_layer is not None or layer.keys_of is not None:
+        return "inputs of a layer's own, or keys of another layer"
     match layer.mixer:
         case None:
             return ""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.families.tiny import Tiny, llama, rope
+from tests.families.tiny import VOCAB, Tiny, llama, rope
 
 
 def _minimax_m3(**more: Any) -> dict[str, Any]:
@@ -29,6 +29,17 @@ def _minimax_m3(**more: Any) -> dict[str, Any]:
             **rope("default", 5000.0, partial_rotary_factor=0.5),
             **more,
         }
+    )
+
+
+def _gemma4(**more: Any) -> dict[str, Any]:
+    return llama(
+        model_type="gemma4_text",
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=7,
+        tie_word_embeddings=True,
+        **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], **more},
     )
 
 
@@ -82,6 +93,19 @@ TINY: dict[str, Tiny] = {
         ),
         40,
     ),
+    "gemma4-own-inputs": Tiny(_gemma4(hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB)),
+    "gemma4-shared-keys": Tiny(
+        _gemma4(
+            num_hidden_layers=5,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=VOCAB,
+            layer_types=["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+        ),
+        40,
+    ),
     "mpt": Tiny(
         {
             **_old("mpt"),
@@ -96,7 +120,9 @@ TINY: dict[str, Tiny] = {
 MESHES: dict[str, tuple[str, ...]] = {
     "bloom": ("tp2 pp2", "tp3"),
     "falcon-alibi": ("tp2 pp2",),
+    "gemma4-own-inputs": ("tp2 pp2",),
+    "gemma4-shared-keys": ("tp2", "pp2"),
     "minimax_m3": ("tp2 ep2", "pp2", "tp4"),
     "mpt": ("tp3",),
 }
-STEPPED = ("bloom", "falcon-alibi", "minimax_m3", "mpt")
+STEPPED = ("bloom", "falcon-alibi", "gemma4-own-inputs", "gemma4-shared-keys", "minimax_m3", "mpt")

@@ -123,7 +123,7 @@ def test_what_a_file_states_is_never_replaced(tmp_path: Path) -> None:
     found = completed(raw)
     assert found["vision_config"]["hidden_size"] == 1152
     assert "hidden_size" not in found["_filled"]["values"]["vision_config"]
-    whole = completed({**raw, **{"_filled": {"values": {"scale_factor": 9}, "why": "nothing is lacking"}}})
+    whole = completed({**raw, "_filled": {"values": {"scale_factor": 9}, "why": "nothing is lacking"}})
     assert whole["scale_factor"] == 4
     assert "_filled" not in whole
 

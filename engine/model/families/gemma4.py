@@ -1,8 +1,10 @@
-"""Gemma 4 (text; the dense models whose layers stand alone): wider heads where layers see everything, whose keys may be
-their values and of which only the fastest frequencies turn; a learned factor on what a layer gives.
+"""Gemma 4 (text, dense): wider heads where layers see everything, whose keys may be their values and of which only the
+fastest frequencies turn; inputs of a layer's own; last layers over the keys of earlier ones; a learned factor.
 """
 
 from typing import Any
+
+import msgspec
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
@@ -22,8 +24,8 @@ from firstlight.engine.model.families.common import (
     silent_rope,
 )
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.rules import rule
-from firstlight.engine.model.spec import Attention, ModelSpec, Norm
+from firstlight.engine.model.rules import WeightRule, ignored, rule
+from firstlight.engine.model.spec import Attention, ModelSpec, Norm, PerLayerGate, PerLayerInputs
 
 
 def _windows(config: Config) -> list[int | None]:
@@ -41,6 +43,18 @@ def _wide(config: Config, index: int) -> tuple[int, int]:
     return int(size), int(own.get("num_key_value_heads", shared or config.size("num_key_value_heads")))
 
 
+def _owners(config: Config, windows: list[int | None]) -> list[int | None]:
+    """Of the last layers, the layer whose keys and values they attend to: the last before them that sees as far."""
+    shared, count = int(config.get("num_kv_shared_layers", 0)), len(windows)
+    if not 0 <= shared < count:
+        config.refuse("num_kv_shared_layers", shared, f"fewer than the {count} layers")
+    first = count - shared
+    last = {window is None: index for index, window in enumerate(windows[:first])}
+    if len(last) < len({window is None for window in windows}):
+        config.refuse("num_kv_shared_layers", shared, "a layer of each kind in front of those that share")
+    return [None if index < first else last[windows[index] is None] for index in range(count)]
+
+
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
@@ -49,15 +63,22 @@ ROPE = {
 
 def spec(config: Config) -> ModelSpec:
     silent_rope(config, **ROPE)
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if config.get(key, 256 if key.startswith("hidden") else 0):
-            config.unsupported(key, config.get(key, 256), "0: layers that stand alone")
     config.only("enable_moe_block", False, default=False)
     config.only("use_bidirectional_attention", "vision", None, default=None)
-    for key in ("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts", "top_k_experts"):
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         config.get(key)  # of what was just refused
     norm, windows, bias = rms(config), _windows(config), bool(config.get("attention_bias", False))
-    feed_forward = mlp(config, activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"))
+    owners, act = _owners(config, windows), activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    feed_forward = mlp(config, activation=act)
+    wide = 2 if config.get("use_double_wide_mlp", False) else 1
+    wider = msgspec.structs.replace(feed_forward, intermediate=feed_forward.intermediate * wide)
+    width = int(config.get("hidden_size_per_layer_input", 256))
+    inputs = PerLayerInputs(
+        layers=len(windows),
+        width=width,
+        vocab_size=int(config.get("vocab_size_per_layer_input", 262_144)),
+        norm=norm,
+    )
 
     def attention(index: int) -> Attention:
         near = windows[index] is not None
@@ -73,24 +94,49 @@ def spec(config: Config) -> ModelSpec:
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=norm,
-            v_norm=Norm(eps=norm.eps, weight=False),
-            keys_as_values=not near and bool(config.get("attention_k_eq_v", False)),
+            v_norm=None if owners[index] is not None else Norm(eps=norm.eps, weight=False),
+            keys_as_values=owners[index] is None and not near and bool(config.get("attention_k_eq_v", False)),
+            keys_of=owners[index],
         )
 
     return decoder(
         config,
         "gemma4",
         attention,
-        lambda i: feed_forward,
+        lambda i: feed_forward if owners[i] is None else wider,
         norm=norm,
         norms=SANDWICH,
-        layer={"output_scale": True},
+        layer={
+            "output_scale": True,
+            "per_layer": PerLayerGate(width=width, activation=act, norm=norm) if width else None,
+        },
+        per_layer=inputs if width else None,
         tie_default=True,
         embed_scale=config.size("hidden_size") ** 0.5,
         logit_softcap=config.get("final_logit_softcapping"),
     )
 
 
-SCALE = rule("(model.|)layers.{i}.layer_scalar", "layers.{i}.output_scale")
-RULES = (*ENDS, *ATTENTION, *QK_NORM, *DENSE, *SANDWICH_NORMS, SCALE)
-FAMILY = Family(name="gemma4", model_types=("gemma4_text",), spec=spec, rules=RULES)
+def unused_keys(config: Config) -> tuple[WeightRule, ...]:
+    """Releases store keys and values of layers that attend to others' all the same."""
+    found: list[WeightRule] = []
+    for index, owner in enumerate(_owners(config, _windows(config))):
+        if owner is not None:
+            name = f"(model.|)layers.{index}.self_attn.(k_proj|v_proj|k_norm|v_norm)."
+            reason = f"layer {index} attends to the keys and values of layer {owner}"
+            found += [ignored(name + kind, reason) for kind in ("weight", "bias")]
+    return tuple(found)
+
+
+_L = "(model.|)layers.{i}."
+_INPUTS = (
+    rule("(model.|)embed_tokens_per_layer.weight", "per_layer.embed.weight"),
+    rule("(model.|)per_layer_model_projection.weight", "per_layer.project.weight"),
+    rule("(model.|)per_layer_projection_norm.weight", "per_layer.norm.weight"),
+    rule(_L + "per_layer_input_gate.weight", "layers.{i}.per_layer.gate.weight"),
+    rule(_L + "per_layer_projection.weight", "layers.{i}.per_layer.project.weight"),
+    rule(_L + "post_per_layer_input_norm.weight", "layers.{i}.per_layer.norm.weight"),
+)
+SCALE = rule(_L + "layer_scalar", "layers.{i}.output_scale")
+RULES = (*ENDS, *ATTENTION, *QK_NORM, *DENSE, *SANDWICH_NORMS, *_INPUTS, SCALE)
+FAMILY = Family(name="gemma4", model_types=("gemma4_text",), spec=spec, rules=RULES, left_out=unused_keys)

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia, Falcon, and BLOOM: the rows of q, k and v stand together head by head; blocks mostly side by side."""
+"""GPT-NeoX and Pythia, Falcon and BLOOM: rows of q, k and v stand together head by head; blocks mostly side by side."""
 
 from typing import Any
 

@@ -153,7 +153,7 @@ class Families(Mapping[str, Family]):
         return self[model_type]
 
     def _name(self, config: Config) -> None:
-        """A configuration that names its architecture's class alone gets the model type of that class, which is said."""
+        """A configuration that names its architecture's class alone has the model type of it, which is told."""
         names = config.get("architectures")
         whole = _CLASS.fullmatch(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
         if whole is None:

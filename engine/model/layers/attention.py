@@ -40,7 +40,7 @@ class Attention:
         self._gate = weights.linear("gate") if spec.gate in ("own", "head") else None
         norm = QK_NORMS[spec.qk_norm_over]
         self._q_norm = norm(spec.qk_norm, weights.into("q_norm")) if spec.qk_norm else None
-        self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm else None
+        self._k_norm = norm(spec.qk_norm, weights.into("k_norm")) if spec.qk_norm and spec.keys_of is None else None
         self._v_norm = Norm(spec.v_norm, weights.into("v_norm")) if spec.v_norm else None
         self._blocks = BlockIndexer(spec.blocks, weights.into("blocks")) if spec.blocks else None
         value_rows = 0 if spec.keys_as_values else spec.value_dim
@@ -53,7 +53,8 @@ class Attention:
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         q_TND, k_TKD, v_TKV, gate_TNV = self._projected(x_TH, batch)
         k_cache, v_cache = cache[:2]
-        write_cache(k_TKD, v_TKV, k_cache, v_cache, batch)
+        if self.spec.keys_of is None:
+            write_cache(k_TKD, v_TKV, k_cache, v_cache, batch)
         chosen = None if self._blocks is None else self._blocks(x_TH, batch, cache[2])
         out_TNV = self._attend(q_TND, k_cache, v_cache, batch, chosen)
         if self.spec.v_scale != 1.0:
@@ -69,6 +70,8 @@ class Attention:
         qkv_TF = self._qkv(x_TH)
         q_TF, k_TF, v_TF = self._by_head(qkv_TF) if spec.fused else qkv_TF.split(self._rows, dim=-1)
         q_TND, gate_TNV = q_TF.unflatten(-1, (-1, sum(self._query_rows))).split(self._query_rows, dim=-1)
+        if spec.keys_of is not None:  # in place of keys, which another layer has written
+            k_TF = v_TF = q_TF[:, : spec.head_dim]
         k_TKD = k_TF.unflatten(-1, (-1, spec.head_dim))
         v_TKV = k_TKD if spec.keys_as_values else v_TF.unflatten(-1, (-1, spec.value_dim))
         if not spec.qk_norm_last:
@@ -95,9 +98,9 @@ class Attention:
         return q_TF, k_TF, v_TF
 
     def _normed(self, q_TND: Tensor, k_TKD: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        if self._q_norm is None or self._k_norm is None:
-            return q_TND, k_TKD
-        return self._q_norm(q_TND, batch.comms.tp), self._k_norm(k_TKD, batch.comms.tp)
+        tp = batch.comms.tp
+        q_TND = q_TND if self._q_norm is None else self._q_norm(q_TND, tp)
+        return q_TND, k_TKD if self._k_norm is None else self._k_norm(k_TKD, tp)
 
     def _attend(
         self, q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, chosen: list[Tensor] | None

@@ -20,6 +20,7 @@ from firstlight.engine.model.layers.mla import MLA
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.moe import MoE
 from firstlight.engine.model.layers.norm import Norm
+from firstlight.engine.model.layers.per_layer import PerLayerGate
 from firstlight.engine.model.layers.residual import TOPOLOGIES, Site
 from firstlight.engine.model.layers.rg_lru import RgLru
 from firstlight.engine.model.layers.short_conv import ShortConv
@@ -59,11 +60,14 @@ class Layer:
         )
         self._parts = [Layer(part, weights.into(f"parts.{i}"), index) for i, part in enumerate(spec.parts)]
         self._shortcut = MoE(spec.shortcut, weights.into("shortcut")) if spec.shortcut else None
+        self._per_layer = PerLayerGate(spec.per_layer, weights.into("per_layer")) if spec.per_layer else None
         self._output_scale_1 = weights.maybe("output_scale")
         self._run = self._choose()
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
         x_TH = self._run(x_TH, batch, cache)
+        if self._per_layer is not None:
+            x_TH = self._per_layer(x_TH, batch.handed["input"])
         if self._output_scale_1 is not None:
             x_TH = x_TH * self._output_scale_1
         if batch.tap is not None:

@@ -30,6 +30,7 @@ from firstlight.engine.model.spec.moe import Latent, MoE, Router
 from firstlight.engine.model.spec.moonvit import GRIDS, MergedProjector, MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Role, Scope
+from firstlight.engine.model.spec.per_layer import PerLayerGate, PerLayerInputs
 from firstlight.engine.model.spec.residual import AttentionResidual, HyperConnections, Residual
 from firstlight.engine.model.spec.rg_lru import RgLru
 from firstlight.engine.model.spec.rope import Rope, RopeScaling
@@ -80,6 +81,8 @@ __all__ = [
     "NormStep",
     "Param",
     "PatchTower",
+    "PerLayerGate",
+    "PerLayerInputs",
     "Projector",
     "Residual",
     "RgLru",

@@ -27,14 +27,16 @@ class Temperature(msgspec.Struct, frozen=True, kw_only=True):
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Grouped-query attention; multi-head when `num_kv_heads == num_heads`. `scale` multiplies q k^T.
 
-    Values are `v_dim` wide (None: `head_dim`) and multiplied by `v_scale`. With `fused` the rows of a key head, of its
-    queries and of its value stand together in one matrix (GPT-NeoX, Falcon); with `keys_as_values` values are the keys
-    as projected (Gemma 4). What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes over each head
-    ("head"), over each head with a weight per head ("heads"), or over all heads of a token together ("width"), in front
-    of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of
-    them, or those of its own `chunk` of positions; with `whole_pictures` also those behind it that are of the same
-    picture; with `blocks` only those of the blocks that an indexer chooses for its head. With a `gate` what a head gives is multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by
-    element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
+    Values are `v_dim` wide (None: `head_dim`) and multiplied by `v_scale`. With `fused` the rows of a key head, of
+    its queries and of its value stand together in one matrix (GPT-NeoX, Falcon); with `keys_as_values` values are
+    the keys as projected (Gemma 4); with `keys_of` there are queries alone, over what that layer of the model
+    keeps. What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes over each head ("head"), over each
+    head with a weight per head ("heads"), or over all heads of a token together ("width"), in front of the rotation
+    or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of them, or those
+    of its own `chunk` of positions; with `whole_pictures` also those behind it that are of the same picture; with
+    `blocks` only those of the blocks that an indexer chooses for its head. With a `gate` what a head gives is
+    multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by element; W_g is a projection of its
+    "own", or stands behind the "query" rows of each head.
     """
 
     num_heads: int
@@ -45,6 +47,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     v_scale: float = 1.0
     fused: bool = False
     keys_as_values: bool = False
+    keys_of: int | None = None
     rope: Rope | None = None
     alibi: Alibi | None = None
     qkv_bias: bool = False
@@ -86,7 +89,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             sinks = scope.param("sinks", self.num_heads, role="attention", place=(heads,), dtype="F32")
             yield msgspec.structs.replace(sinks, widened=True)
         if self.qk_norm is not None:
-            for name, count, place in (("q_norm", self.num_heads, heads), ("k_norm", self.num_kv_heads, kv_heads)):
+            sides = (("q_norm", self.num_heads, heads), ("k_norm", self.num_kv_heads, kv_heads))
+            for name, count, place in sides if self.keys_of is None else sides[:1]:
                 shape, where = {
                     "head": ((self.head_dim,), ()),
                     "heads": ((count, self.head_dim), (place,)),
@@ -106,10 +110,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             yield scope.param("qkv.bias", rows, role="attention", place=(place,))
 
     def _projections(self, scope: Scope, heads: Shard, kv_heads: Shard) -> Iterator[Param]:
+        own = self.num_kv_heads if self.keys_of is None else 0
         for part, count, dim, place in (
             ("q", self.num_heads, self.head_dim + (self.value_dim if self.gate == "query" else 0), heads),
-            ("k", self.num_kv_heads, self.head_dim, kv_heads),
-            ("v", 0 if self.keys_as_values else self.num_kv_heads, self.value_dim, kv_heads),
+            ("k", own, self.head_dim, kv_heads),
+            ("v", 0 if self.keys_as_values else own, self.value_dim, kv_heads),
         ):
             rows = count * dim
             if not rows:
@@ -131,6 +136,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             self.chunk and f"chunks of {self.chunk:,}",
             self.blocks and self.blocks.words(),
             self.v_dim and f"values of {self.v_dim}",
+            self.keys_of is not None and f"keys of layer {self.keys_of}",
             self.softcap and f"softcap {self.softcap:g}",
             self.qk_norm and "QK-norm" + (" over all heads" if self.qk_norm_over == "width" else ""),
             self.qkv_bias and "QKV bias",
@@ -149,7 +155,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         return (*(("rotary",) if self.rope else ()), *over, "write_cache")
 
     def cache(self) -> CacheSpec:
-        if not self.causal:
+        if not self.causal or self.keys_of is not None:
             return CacheSpec()
         tensors = tuple(
             CacheTensor(name=name, heads=self.num_kv_heads, dim=dim, divided=True)

@@ -18,6 +18,7 @@ from firstlight.engine.model.spec.mlp import MLP
 from firstlight.engine.model.spec.moe import MoE
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
+from firstlight.engine.model.spec.per_layer import PerLayerGate
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.rg_lru import RgLru
 from firstlight.engine.model.spec.rope import Rope
@@ -42,7 +43,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `parallel`: both read the layer's input, x += mixer(mixer_norm x) + ffn(ffn_norm x); without an `ffn_norm` both read
     mixer_norm x. `residual` replaces the single stream x by the planes of that topology. What is added is multiplied by
-    `residual_scale` first; with `output_scale` a learned number multiplies what the layer hands on.
+    `residual_scale` first; `per_layer` takes in an input of the layer's own, and with `output_scale` a learned number
+    multiplies what the layer hands on.
     With `blends`, of mixer and feed-forward, the normed x takes the place of x (MiniMax-01, arXiv 2501.08313).
 
     A layer of `parts` has nothing of its own but a `shortcut`: experts that read what the first part's feed-forward
@@ -56,6 +58,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     post_mixer_norm: Norm | None = None
     post_ffn_norm: Norm | None = None
     residual_scale: float = 1.0
+    per_layer: PerLayerGate | None = None
     output_scale: bool = False
     parallel: bool = False
     residual: Residual | None = None
@@ -74,6 +77,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.mixer.parameters(scope.into("mixer"))
         if self.ffn is not None:
             yield from self.ffn.parameters(scope.into("ffn"))
+        if self.per_layer is not None:
+            yield from self.per_layer.parameters(scope.into("per_layer"))
         if self.output_scale:
             yield scope.param("output_scale", 1, role="norm")
         for index, part in enumerate(self.parts):
@@ -95,6 +100,11 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def rope(self) -> Rope | None:
         """The first mixer's rotary positions, if it has any."""
         return getattr(self.whole[0].mixer, "rope", None)
+
+    @property
+    def keys_of(self) -> int | None:
+        """The layer whose keys and values its mixer attends to; None: its own."""
+        return getattr(self.mixer, "keys_of", None)
 
     @property
     def knows_positions(self) -> bool:

@@ -12,6 +12,7 @@ from firstlight.engine.model.spec.mla import MLA, Indexer
 from firstlight.engine.model.spec.moonvit import MoonViT
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE, Param, Scope
+from firstlight.engine.model.spec.per_layer import PerLayerInputs
 from firstlight.engine.model.spec.residual import Residual
 from firstlight.engine.model.spec.tower import PatchTower
 from firstlight.engine.model.spec.vision import VisionSpec
@@ -25,7 +26,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `embed_scale` multiplies the embeddings of tokens and, with `scales_pictures`, the features in their places as well.
     `learned_positions` vectors, one a position, are added to the embedding; position 0 has number `position_offset`.
-    `embed_norm` stands behind all of that.
+    `embed_norm` stands behind all of that. `per_layer`: every layer has an input of its own.
     """
 
     family: str
@@ -40,6 +41,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     learned_positions: int = 0
     position_offset: int = 0
     embed_norm: Norm | None = None
+    per_layer: PerLayerInputs | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
@@ -60,6 +62,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             found.append(scope.param("positions.weight", self.learned_positions, self.hidden, role="embedding"))
         if self.embed_norm is not None:
             found.extend(self.embed_norm.parameters(scope.into("embed_norm"), self.hidden))
+        if self.per_layer is not None:
+            found.extend(self.per_layer.parameters(scope.into("per_layer")))
         for index, layer in enumerate(self.layers):
             found.extend(layer.parameters(Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden)))
         last = msgspec.structs.replace(scope, layer=LAST_STAGE)
@@ -106,8 +110,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_choices(self) -> bool:
-        """Whether any layer attends to keys that another chose."""
-        return any(self.chooser(layer) not in (None, layer) for layer in range(self.num_layers))
+        """Whether any layer attends to keys that another chose, or keeps."""
+        return any(self.chooser(layer) not in (None, layer) for layer in range(self.num_layers)) or any(
+            layer.keys_of is not None for layer in self.layers
+        )
+
+    @property
+    def most_stages(self) -> int:
+        """The pipeline stages that its layers can be parted into."""
+        return len(self.together())
+
+    def together(self) -> tuple[tuple[int, int], ...]:
+        """Runs of layers [start, stop) that one pipeline stage holds: who attends to another's keys stays with it."""
+        last = {layer.keys_of: index for index, layer in enumerate(self.layers) if layer.keys_of is not None}
+        found, start, reach = [], 0, 0
+        for index in range(self.num_layers):
+            reach = max(reach, last.get(index, index))
+            if reach == index:
+                found.append((start, index + 1))
+                start = index + 1
+        return tuple(found)
 
     def _indexer(self, layer: int) -> Indexer | None:
         mixer = self.layers[layer].mixer

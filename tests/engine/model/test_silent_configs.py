@@ -13,7 +13,6 @@ from tests.sweep.small import tiny
 MORE: dict[str, dict[str, Any]] = {  # where the tiny sizes do not go with the rest
     "bailing_hybrid": {"num_experts_per_tok": 2},
     "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "minimax_m3_vl_text": {"index_n_heads": 2},
     "nemotron_h": {"sliding_window": None},
     "phimoe": {"num_experts_per_tok": 2},
