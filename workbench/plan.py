@@ -32,6 +32,7 @@ from firstlight.workbench.resident import resident_finding
 from firstlight.workbench.side_files import absent_side_files
 
 DEFAULT_CONTEXT = 4096
+RATES = ("memory_bandwidth_Bps", "bf16_flops", "link_Bps", "nic_Bps")
 SEEING = ("vision", "projector")  # roles of weights that text alone does without
 
 
@@ -172,7 +173,9 @@ def _figures(draft: Draft, found: Plan) -> None:
     draft.metric("usable_bytes_per_device", found.usable_bytes, "B", "device memory less the headroom")
     draft.metric("mesh", found.mesh.describe(), "")
     ms, rate = found.estimate.ms_per_token, found.estimate.tokens_per_s
-    missing = "" if ms is not None else f"no figures for {found.cluster.device.name} to estimate from"
+    device = found.cluster.device
+    unknown = ", ".join(name for name in RATES if getattr(device, name) is None)
+    missing = "" if ms is not None else f"no {unknown} of {device.name} is known to estimate from"
     at_once = missing or f"of decode, {found.concurrency:,} at once, by a roofline"
     draft.metric("ms_per_token", ms, "ms", at_once)
     draft.metric("tokens_per_s", rate, "tokens/s", at_once)

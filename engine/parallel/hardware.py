@@ -130,7 +130,7 @@ def _cluster_file(path: Path) -> Cluster:
     import yaml
 
     try:
-        read = msgspec.convert(yaml.safe_load(path.read_text()), _ClusterFile)
+        read = msgspec.convert(yaml.safe_load(path.read_text()), _ClusterFile, strict=False)  # YAML reads 4e12 as text
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise Refused(

@@ -18,7 +18,8 @@ from firstlight.engine.parallel.placement import localize
 from firstlight.engine.weights.formats.registry import StoredFormat
 
 Objective = Literal["latency", "throughput", "devices"]
-MOST_DEVICES = 4096  # that the search for the fewest looks at
+MOST_DEVICES = 4096  # of one replica that the search for the fewest looks at
+MOST_CLUSTER = 1 << 16  # devices of all replicas
 Shape = tuple[int, int, int]  # tp, ep, pp of one replica
 
 
@@ -123,9 +124,10 @@ class Layouts:
         """Cache of one sequence of the context that one rank of every stage together holds."""
         return sum(grows + stays for grows, stays in self._cache(tp))
 
-    def shallowest(self, tp: int, ep: int, sequences: int) -> int | None:
+    def shallowest(self, tp: int, ep: int, sequences: int, devices: int | None = None) -> int | None:
         """The fewest pipeline stages with which tp x ep holds so many sequences, on the cluster; None if none do."""
-        for pp in range(1, min(self.spec.num_layers, self.cluster.count // (tp * ep)) + 1):
+        most = self.cluster.count if devices is None else devices
+        for pp in range(1, min(self.spec.most_stages, most // (tp * ep)) + 1):
             if self.largest((tp, ep, pp), sequences) <= self.usable_bytes:
                 return pp
         return None
@@ -211,7 +213,7 @@ class Layouts:
         found: dict[int, list[Shape]] = {}
         for tp in sorted(self.widths, key=lambda width: (width > max(self.cluster.per_node, 1), -width)):
             for ep in self.experts:
-                for pp in range(1, min(self.spec.num_layers, most // (tp * ep)) + 1):
+                for pp in range(1, min(self.spec.most_stages, most // (tp * ep)) + 1):
                     found.setdefault(tp * ep * pp, []).append((tp, ep, pp))
         return dict(sorted(found.items()))
 
@@ -247,6 +249,22 @@ class Layouts:
             if (shape := self._first(devices, 1)) is not None:
                 return mesh_of(shape)
         return None
+
+    def fewest_for(self, sequences: int) -> Mesh | None:
+        """The smallest layout, of a cluster as large as it takes, that holds so many sequences at once; or None."""
+        found: list[tuple[int, Shape, int]] = []
+        for tp in self.widths:
+            for ep in (one for one in self.experts if tp * one <= MOST_DEVICES):
+                least = self.shallowest(tp, ep, 1, MOST_DEVICES)
+                for pp in sorted({least * times for times in (1, 2, 4)} if least else ()):
+                    room = self.most_sequences((tp, ep, pp), sequences) if pp <= self.spec.most_stages else 0
+                    if room:
+                        dp = -(-sequences // room)
+                        found.append((tp * ep * pp * dp, (tp, ep, pp), dp))
+        if not found:
+            return None
+        devices, shape, dp = min(found)
+        return mesh_of(shape, dp) if devices <= MOST_CLUSTER else None
 
     def _first(self, devices: int, sequences: int) -> Shape | None:
         fitting = (shape for shape in self._shapes[devices] if self.largest(shape, sequences) <= self.usable_bytes)

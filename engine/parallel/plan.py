@@ -146,10 +146,11 @@ def make_plan(
     fits = worst.total <= usable
     needed = layouts.fewest()
     binding, reason = _binding(chosen, worst, usable)
-    nearest = None if fits else layouts.best("devices", concurrency) or needed  # which may need a larger cluster
+    nearest = None if fits else layouts.best("devices", concurrency) or layouts.fewest_for(concurrency)
     findings = [*_cut_blocks(layouts, chosen), *_beyond_positions(spec, context)]
     if not fits:
-        findings.insert(0, _does_not_fit(chosen, cluster, worst, usable, nearest))
+        fewer = 0 if concurrency == 1 else _most_at_once(layouts, chosen, concurrency)
+        findings.insert(0, _does_not_fit(chosen, cluster, worst, usable, nearest, fewer))
     return Plan(
         mesh=chosen,
         cluster=cluster,
@@ -229,15 +230,27 @@ def _binding(mesh: Mesh, worst: RankBytes, usable_bytes: int) -> tuple[str, str]
     )
 
 
-def _does_not_fit(mesh: Mesh, cluster: Cluster, worst: RankBytes, usable_bytes: int, nearest: Mesh | None) -> Finding:
+def _most_at_once(layouts: Layouts, mesh: Mesh, concurrency: int) -> int:
+    """Sequences that the layout has room for, over all replicas."""
+    return mesh.dp * layouts.most_sequences((mesh.tp, mesh.ep, mesh.pp), concurrency)
+
+
+def _does_not_fit(
+    mesh: Mesh, cluster: Cluster, worst: RankBytes, usable_bytes: int, nearest: Mesh | None, fewer: int
+) -> Finding:
+    ways = (
+        [f"nearest that fits: {nearest.describe()} on {nearest.world_size:,} x {cluster.device.name}"]
+        if nearest
+        else []
+    )
+    if fewer:
+        ways.append(f"{mesh.describe()} has room for --concurrency {fewer}")
     return fatal(
         "does-not-fit",
         f"{_binding(mesh, worst, usable_bytes)[1]} of {cluster.describe()}",
         expected=f"at most {usable_bytes:,} bytes a device",
         found=f"{worst.total:,} bytes on rank {worst.rank}",
-        next="no layout of this device fits"
-        if nearest is None
-        else f"nearest that fits: {nearest.describe()} on {nearest.world_size} x {cluster.device.name}",
+        next="; or ".join(ways) or "no layout of this device fits",
     )
 
 

@@ -83,7 +83,7 @@ class Ranker:
 
     def _depths(self, tp: int, ep: int) -> Iterator[Shape]:
         """With as few stages as hold one sequence, as hold all that are asked for, what is between, and some deeper."""
-        count, layers = self.layouts.cluster.count, self.layouts.spec.num_layers
+        count, layers = self.layouts.cluster.count, self.layouts.spec.most_stages
         least = self.layouts.shallowest(tp, ep, 1)
         if least is None:
             return
