@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -109,17 +110,14 @@ def _write_refusal(words: list[str], refused: Refused) -> None:
     """The report of a call that could not be understood, where it says plainly where reports go."""
     from firstlight.engine.errors import Refused
     from firstlight.workbench.arguments import value_of
-    from firstlight.workbench.face import say_refused
     from firstlight.workbench.report import refusal
     from firstlight.workbench.session import write_json
 
     destination = value_of("--json", words)
     if destination is None:
         return
-    try:
+    with contextlib.suppress(Refused):  # one message is enough
         write_json(refusal(words[0], "", refused), destination)
-    except Refused as unwritten:
-        say_refused(unwritten.findings)
 
 
 def _run_verb(verb: str, words: list[str]) -> int:
@@ -127,11 +125,13 @@ def _run_verb(verb: str, words: list[str]) -> int:
     from firstlight.workbench import arguments as parsing
     from firstlight.workbench.face import Face
     from firstlight.workbench.faults import report_of
-    from firstlight.workbench.session import Session
+    from firstlight.workbench.session import Session, refuse_unwritable
 
     command = load_command(verb)
     parsed = parsing.parse(verb, command, words)
     session = Session(Face(parsed.quiet, parsed.json == "-"), force=parsed.force)
+    if parsed.json is not None:
+        refuse_unwritable(parsed.json)
     try:
         try:
             _mirror(parsed)
@@ -194,7 +194,8 @@ def _mirror(parsed: argparse.Namespace) -> None:
     if source and "://" in source:
         from firstlight.engine.weights.sources.mirror import mirror
 
-        parsed.checkpoint = str(mirror(source, keep=getattr(parsed, "keep", False)))
+        keep, patience_s = getattr(parsed, "keep", False), getattr(parsed, "patience", None)
+        parsed.checkpoint = str(mirror(source, keep=keep, patience_s=patience_s))
 
 
 def _fall_back(parsed: argparse.Namespace | None) -> None:

@@ -16,7 +16,7 @@ from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.memory import Pool, PoolReport
 from firstlight.engine.weights.pages import Pages, aligned
-from firstlight.engine.weights.placing import STORED_DTYPES, TORCH_DTYPES, Placing, Step
+from firstlight.engine.weights.placing import STORED_DTYPES, TORCH_DTYPES, Placing, Read, Step
 from firstlight.engine.weights.readers import Job, read_jobs
 
 if TYPE_CHECKING:
@@ -247,8 +247,15 @@ class Filling:
 
 
 def _job(steps: Iterable[Step], layer: int) -> Job:
-    begun = [step.begin() for step in steps]
-    return Job([read for reads, _ in begun for read in reads], (layer, [finish for _, finish in begun]))
+    reads: list[Read] = []
+    finishes: list[Callable[[], None]] = []
+    tensors: list[str] = []
+    for step in steps:
+        own, finish = step.begin()
+        reads += own
+        finishes.append(finish)
+        tensors += step.tensors
+    return Job(reads, (layer, finishes), tensors)
 
 
 def _allocate(pool: Pool, storage: Storage, device: torch.device) -> Tensor:

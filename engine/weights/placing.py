@@ -47,8 +47,11 @@ Read = tuple[str, int, memoryview] | Rows
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`nbytes` to be read; `begin` reserves staging memory and gives the reads, and what to do once they are done."""
+    """`nbytes` to be read; `begin` reserves staging memory, gives the reads, one of each of `tensors`, and what to do
+    once they are done.
+    """
 
+    tensors: tuple[str, ...]
     nbytes: int
     begin: Callable[[], tuple[list[Read], Callable[[], None]]]
     is_staged: bool = True
@@ -78,7 +81,7 @@ class Placing:
         same = STORED_DTYPES[info.dtype] == place.dtype and place.is_contiguous() and self.device.type == "cpu"
         if same and not piece.transpose and is_whole(info, piece.region, run):
             bytes_of = writable_bytes if self.pool is None else self.pool.bytes_of
-            yield Step(run.nbytes, lambda: (list(run.reads(info.file, bytes_of(place))), _nothing), False)
+            yield Step((info.name,), run.nbytes, lambda: (list(run.reads(info.file, bytes_of(place))), _nothing), False)
             return
         yield from self._staged(piece, info, run)
 
@@ -101,7 +104,7 @@ class Placing:
         rows = max(step, rows - rows % step)
         for start in range(run.start, run.stop, rows):
             part = run.part(start, min(start + rows, run.stop))
-            yield Step(part.nbytes, self._copying(piece, info, part, (start - run.start) // step))
+            yield Step((info.name,), part.nbytes, self._copying(piece, info, part, (start - run.start) // step))
 
     def _copying(
         self, piece: Piece, info: TensorInfo, run: Run, first: int
@@ -139,7 +142,8 @@ class Placing:
             wanted = [(info, cover(info, region)) for info, region in runs]
             regions = [region for _, region in runs]
             nbytes = sum(run.nbytes for _, run in wanted)
-            yield Step(nbytes, self._unpacking(piece, packed, box, (skipped, first, count), wanted, regions))
+            work = self._unpacking(piece, packed, box, (skipped, first, count), wanted, regions)
+            yield Step(tuple(info.name for info, _ in wanted), nbytes, work)
 
     def _unpacking(
         self,

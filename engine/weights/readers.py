@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from firstlight.engine.errors import FirstlightError
+from msgspec.structs import replace
+
+from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.weights.sources.base import ByteSource, OpenFile, ReadShape, Rows
 from firstlight.engine.weights.sources.local import LocalFiles
 
@@ -33,11 +35,13 @@ class Cancelled(FirstlightError):
 class Job:
     """Pieces (file, offset, writable contiguous memory) that are of use together; `payload` is the caller's own.
 
-    `left` counts the reads that are still to end.
+    `tensors` names what each piece is of, for what is said of a read that fails; none: nothing is named. `left` counts
+    the reads that are still to end.
     """
 
     pieces: Sequence[Piece]
     payload: Any = None
+    tensors: Sequence[str] = ()
     nbytes: int = field(init=False)
     left: int = field(init=False, default=0)
 
@@ -64,6 +68,28 @@ class _Read:
             return self.rows.target.nbytes
         return sum(nbytes for view, nbytes in self.buffers if view is not None)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """From the first byte in the file to behind the last one."""
+        if self.rows is not None:
+            length = (self.rows.count - 1) * self.rows.stride_bytes + self.rows.span_bytes
+        else:
+            length = sum(nbytes for _, nbytes in self.buffers)
+        return self.offset_bytes, self.offset_bytes + length
+
+    def named(self, error: Refused) -> Refused:
+        """The same refusal with the tensors that this read is of."""
+        start, stop = self.span
+        names = tuple(
+            name
+            for name, piece in zip(self.job.tensors, self.job.pieces, strict=False)
+            if _lies_in(piece, self.file.name, start, stop)
+        )
+        return Refused(
+            replace(finding, tensors=tuple(dict.fromkeys(names))) if names and not finding.tensors else finding
+            for finding in error.findings
+        )
+
     def carry_out(self, scratch: memoryview, provide: Provide | None) -> None:
         if provide is not None:
             for view in [self.rows.target] if self.rows is not None else [one for one, _ in self.buffers]:
@@ -85,14 +111,14 @@ class _SharedFile:
     def __init__(self, source: ByteSource, name: str) -> None:
         self.reads_left = 0
         self._source = source
-        self._name = name
+        self.name = name
         self._opened: OpenFile | None = None
         self._lock = threading.Lock()
 
     def opened(self) -> OpenFile:
         with self._lock:
             if self._opened is None:
-                self._opened = self._source.open(self._name)
+                self._opened = self._source.open(self.name)
             return self._opened
 
     def read_done(self) -> None:
@@ -102,6 +128,12 @@ class _SharedFile:
         if opened is not None:
             opened.check()
             self.close()
+
+    def stop(self) -> None:
+        """End what is awaited of it."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.stop()
 
     def close(self) -> None:
         with self._lock:
@@ -239,13 +271,17 @@ class _Readers:
         del self._files[id(job)]
 
     def close(self) -> None:
-        """Stop all readers after the request each is at, and close what is open."""
+        """Stop all readers, at the latest after the request each is at, and close what is open."""
         self._stop.set()
+        files = [one for files in self._files.values() for one in files]
+        if any(worker.is_alive() for worker in self._workers):
+            for file in files:
+                file.stop()
         for _ in self._workers:
             self._todo.put(None)
         for worker in self._workers:
             worker.join()
-        for file in (one for files in self._files.values() for one in files):
+        for file in files:
             file.close()
 
     def _work(self) -> None:
@@ -255,10 +291,12 @@ class _Readers:
                 read.carry_out(scratch, self._provide)
                 if self._is_told(read.job):
                     self._done.put(read)
+            except Refused as error:
+                self._done.put(read.named(error))
+                return
             except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
                 self._done.put(error)
                 return
-
 
     def _is_told(self, job: Job) -> bool:
         """Whether the end of one of its reads is told."""
@@ -267,6 +305,15 @@ class _Readers:
         with self._counting:
             job.left -= 1
             return job.left == 0
+
+
+def _lies_in(piece: Piece, file: str, start: int, stop: int) -> bool:
+    """Whether some of a piece lies in bytes [start, stop) of a file."""
+    if isinstance(piece, Rows):
+        name, first, last = piece.file, piece.offset_bytes, piece.offset_bytes + piece.count * piece.stride_bytes
+    else:
+        name, first, last = os.fspath(piece[0]), piece[1], piece[1] + piece[2].nbytes
+    return name == file and first < stop and start < last
 
 
 def _plan(job: Job, source: ByteSource, share_bytes: int) -> Iterator[_Read]:

@@ -45,6 +45,12 @@ def checkpoint(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a URL: keep the weights that are read in the cache, to read them again, or go on, from there",
     )
+    parser.add_argument(
+        "--patience",
+        type=seconds,
+        metavar="SECONDS",
+        help="of a URL: how long its server is asked again while no byte comes (default: 8)",
+    )
 
     fallback(parser)
 
@@ -257,6 +263,28 @@ def nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 8GiB")
     power = " KMGT".index(found[2].upper()) if found[2] else 0
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def tolerance(text: str) -> float:
+    """A limit on an error: more than 0, less than 1; anything passes, or nothing, under another."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time of at most a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
+    return value
 
 
 def share(text: str) -> float:

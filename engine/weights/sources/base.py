@@ -53,6 +53,9 @@ class OpenFile(Protocol):
     def check(self) -> None:
         """Raises `Refused` (changed-file) if what was read need not be of one version."""
 
+    def stop(self) -> None:
+        """Nobody wants what is being read any longer: reads that wait for it end soon, by an error."""
+
     def close(self) -> None: ...
 
 
@@ -165,6 +168,21 @@ def unread(file: str, offset_bytes: int, nbytes: int, reason: str) -> Refused:
             f"the system could not read {nbytes} bytes at {offset_bytes}: {reason}",
             file=file,
             next="check permissions, the health of the storage and, where it is far away, the network",
+        )
+    )
+
+
+def out_of_patience(file: str, offset_bytes: int, nbytes: int, attempts: int, waited_s: float, reason: str) -> Refused:
+    """A source far away gave no byte of a range for as long as was waited for one."""
+    return Refused(
+        fatal(
+            "read-failed",
+            f"bytes {offset_bytes} to {offset_bytes + nbytes - 1} could not be read: {attempts} attempts failed while "
+            f"no byte came for {waited_s:.1f} s, the last: {reason}",
+            file=file,
+            expected=f"{nbytes} bytes from byte {offset_bytes} on",
+            found=reason,
+            next="check the network and the server; --patience SECONDS tries for longer, --keep goes on from what came",
         )
     )
 

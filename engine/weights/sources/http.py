@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 import httpx
@@ -27,7 +28,7 @@ from firstlight.engine.weights.sources.base import (
     ended_early,
     read_rows_at_once,
 )
-from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
+from firstlight.engine.weights.sources.retry import Interrupted, Patience, Retry, Target, fill
 
 HTTP_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=2 << 20, gap_bytes=64 << 10, in_flight=16)
 MOST_REDIRECTS = 5
@@ -130,16 +131,17 @@ class HttpFiles:
         raise self._refused(name, f"status {status} {response.reason_phrase}", "status 206", way)
 
     def _attempts(self, name: str) -> FileStat | None:
-        failures = 0
+        patience = Patience(self.retry)
         while True:
             try:
                 return self._look_once(name)
             except Interrupted as error:
-                failures += 1
                 self.usage.add("retries")
-                if failures >= self.retry.attempts:
-                    raise self._refused(name, str(error), "an answer", "check the network and the server") from error
-                time.sleep(self.retry.pause_s(failures, error.pause_s))
+                if patience.ends():
+                    found = f"{error}, {patience.failures} times in {patience.waited_s:.1f} s"
+                    way = "check the network and the server; --patience SECONDS tries for longer"
+                    raise self._refused(name, found, "an answer", way) from error
+                patience.pause(error.pause_s)
 
     def _look_once(self, name: str) -> FileStat | None:
         with self.answer(name, 0, 0) as response:
@@ -204,19 +206,27 @@ class HttpFile:
         self._name = name
         self._expected = expected
         self._file = source.address(name)
+        self._stop = threading.Event()
+        self._streams: dict[int, httpx.Response] = {}  # answers that are being read, by thread
 
     def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         target = Target(offset_bytes, buffers)
         end = offset_bytes + target.left
         if end > self._expected.nbytes:
             raise ended_early(self._file, self._expected.nbytes, end, target.left)
-        fill(target, self._attempt, self._source.retry, self._source.usage, self._file)
+        fill(target, self._attempt, self._source.retry, self._source.usage, self._file, self._stop)
 
     def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
         read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, HTTP_SHAPE.gap_bytes)
 
     def check(self) -> None:
         """Nothing is left to check: each answer was."""
+
+    def stop(self) -> None:
+        """Ask for nothing again, and cut the connections on which something is awaited."""
+        self._stop.set()
+        for response in list(self._streams.values()):
+            cut(response)
 
     def close(self) -> None:
         """Connections belong to the source."""
@@ -227,10 +237,15 @@ class HttpFile:
             with self._source.answer(self._name, first, last) as response:
                 self._source.judge(self._name, response)
                 self._refuse_others(response, first, last)
+                self._streams[threading.get_ident()] = response
                 for part in response.iter_raw():
+                    if self._stop.is_set():
+                        raise Interrupted("nobody wants it any longer")
                     target.accept(memoryview(part))
         except httpx.TransportError as error:
             raise Interrupted(str(error) or type(error).__name__) from error
+        finally:
+            self._streams.pop(threading.get_ident(), None)
 
     def _refuse_others(self, response: httpx.Response, first: int, last: int) -> None:
         """Another version, another range or the whole file is not what was asked for."""
@@ -255,6 +270,15 @@ class HttpFile:
             raise changed(self._file, f"{self._expected.nbytes} bytes", response.headers["content-range"])
         if not response.headers["content-range"].startswith(f"bytes {first}-"):
             raise Interrupted(f"asked for bytes {first}-{last}, got {response.headers['content-range']}")
+
+
+def cut(response: httpx.Response) -> None:
+    """End the connection of an answer that another thread is reading."""
+    stream = response.extensions.get("network_stream")
+    held = stream.get_extra_info("socket") if stream is not None else None
+    if held is not None:
+        with suppress(OSError):  # it has ended already
+            held.shutdown(socket.SHUT_RDWR)
 
 
 def version_of(response: httpx.Response) -> str | None:

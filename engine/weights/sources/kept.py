@@ -57,7 +57,7 @@ class KeptFiles:
         with self._lock:  # one journal a file, however often it is opened
             if name not in self._open:
                 self._open[name] = KeptFile(self._far, self._near, name, stat.nbytes)
-            return self._open[name]
+            return _Opened(self._open[name])
 
     def is_whole(self, name: str) -> bool:
         path = self._near.path(name)
@@ -68,6 +68,41 @@ class KeptFiles:
         again = self.usage["kept"]
         parts = [self._far.describe(), f"{again / 1e6:,.0f} MB kept from before" if again else "", near]
         return "; ".join(part for part in parts if part)
+
+
+class _Opened:
+    """A file that is partly here, as one load has it open; what it fetches ends with that load."""
+
+    def __init__(self, file: KeptFile) -> None:
+        self._file = file
+        self._fetching: set[OpenFile] = set()
+        self._stopped = False
+
+    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+        self._file.read_into(offset_bytes, buffers, self)
+
+    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
+        read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, BLOCK_BYTES)
+
+    def check(self) -> None:
+        self._file.check()
+
+    def begin(self, far: OpenFile) -> None:
+        """Something is being fetched for this load."""
+        self._fetching.add(far)
+        if self._stopped:
+            far.stop()
+
+    def end(self, far: OpenFile) -> None:
+        self._fetching.discard(far)
+
+    def stop(self) -> None:
+        self._stopped = True
+        for far in list(self._fetching):
+            far.stop()
+
+    def close(self) -> None:
+        """Descriptors stay for the next reader; they go with the file."""
 
 
 class KeptFile:
@@ -92,19 +127,17 @@ class KeptFile:
             raise unread(str(self._part), 0, nbytes, f"it cannot be written: {error.strerror}") from error
         self._known = dict(_RECORD.iter_unpack(_whole(self._journal.read_bytes())))
 
-    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
+    def read_into(self, offset_bytes: int, buffers: list[memoryview], reader: _Opened) -> None:
+        """Fill the buffers with what starts at `offset_bytes`; what is not here is fetched for `reader`."""
         for view in buffers:
             done = 0
             while done < view.nbytes:
                 block, at = divmod(offset_bytes + done, BLOCK_BYTES)
                 count = min(view.nbytes - done, BLOCK_BYTES - at)
-                self._provide(block)
+                self._provide(block, reader)
                 self._from_part(offset_bytes + done, view[done : done + count])
                 done += count
             offset_bytes += view.nbytes
-
-    def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
-        read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, BLOCK_BYTES)
 
     def check(self) -> None:
         """Give the file its name once all of it is there."""
@@ -114,15 +147,12 @@ class KeptFile:
                 self._part.replace(self._path)
                 self._journal.unlink()
 
-    def close(self) -> None:
-        """Descriptors stay for the next reader; they go with the object."""
-
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_descriptor", None), getattr(self, "_log", None)):
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _provide(self, block: int) -> None:
+    def _provide(self, block: int, reader: _Opened) -> None:
         """Have a block in the file: because it was, and its checksum holds, or by fetching it."""
         with self._changed:
             while block in self._busy:
@@ -132,7 +162,7 @@ class KeptFile:
             self._busy.add(block)
         try:
             if not self._holds(block):
-                self._fetch(block)
+                self._fetch(block, reader)
             with self._changed:
                 self._sure.add(block)
         finally:
@@ -151,13 +181,15 @@ class KeptFile:
         self._usage.add("kept", data.nbytes)
         return True
 
-    def _fetch(self, block: int) -> None:
+    def _fetch(self, block: int, reader: _Opened) -> None:
         data = memoryview(bytearray(self._size(block)))
         opened = self._far.open(self._name)
+        reader.begin(opened)
         try:
             opened.read_into(block * BLOCK_BYTES, [data])
             opened.check()
         finally:
+            reader.end(opened)
             opened.close()
         try:
             written = 0

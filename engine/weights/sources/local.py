@@ -187,6 +187,9 @@ class LocalFile:
         """Whoever wrote to the file since it was first looked at left another size, time or number."""
         self._source.compare(self.path, os.fstat(self._descriptor))
 
+    def stop(self) -> None:
+        """Reads end by themselves."""
+
     def close(self) -> None:
         os.close(self._descriptor)
         if self._direct is not None:

@@ -26,7 +26,7 @@ from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource, FileStat, SourcePath
 from firstlight.engine.weights.sources.kept import KeptFiles, fetch_all
 from firstlight.engine.weights.sources.local import LocalFiles
-from firstlight.engine.weights.sources.retry import Retry
+from firstlight.engine.weights.sources.retry import PATIENCE_S, Retry
 
 T = TypeVar("T")
 
@@ -47,11 +47,15 @@ SMALL_BYTES = 512 << 20  # all side files together
 
 
 class Pointer(msgspec.Struct, frozen=True):
-    """Where the weights of a directory are, and what every file was when it was first looked at."""
+    """Where the weights of a directory are, and what every file was when it was first looked at.
+
+    `keep`: what is read stays. `patience_s`: how long a source that gives no byte is asked again.
+    """
 
     url: str
     files: dict[str, tuple[int, str | None]]
     keep: bool = False
+    patience_s: float = PATIENCE_S
 
     @property
     def pinned(self) -> dict[str, FileStat]:
@@ -62,15 +66,23 @@ def is_url(source: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(source)
 
 
-def mirror(url: str, keep: bool = False, whole: bool = False, cache: Path | None = None) -> Path:
+def mirror(
+    url: str,
+    keep: bool = False,
+    whole: bool = False,
+    cache: Path | None = None,
+    patience_s: float | None = None,
+) -> Path:
     """The directory for the checkpoint at `url`; fetches its side files. `Refused` for what cannot be read.
 
-    With `keep` the weights that are read stay in the directory; with `whole` all of them are fetched now.
+    With `keep` the weights that are read stay in the directory; with `whole` all of them are fetched now. A source that
+    gives no byte is asked again for `patience_s`, now and by whoever reads from the directory.
     """
     url = _checked(url)
     if url.startswith("file://"):
         return Path(urlsplit(url).path)
-    far = _open_url(url, {})
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    far = _open_url(url, {}, Retry(patience_s=patience_s))
     names = far.names() or _found_by_name(far)
     stats = {name: far.stat(name) for name in names}
     files = {name: (stat.nbytes, stat.version) for name, stat in stats.items()}
@@ -78,8 +90,10 @@ def mirror(url: str, keep: bool = False, whole: bool = False, cache: Path | None
     directory = home / _folder(url, files)
     if not _is_complete(directory, files):
         _fetch_side_files(far, url, files, directory)
-    if keep or whole:
-        _write(directory, Pointer(url, files, keep=True))
+    before = read_pointer(directory)
+    wanted = Pointer(url, files, keep or whole or (before is not None and before.keep), patience_s)
+    if before != wanted:
+        _write(directory, wanted)
     if whole:
         complete(directory)
     return directory
@@ -90,6 +104,7 @@ def open_source(directory: Path, retry: Retry | None = None) -> ByteSource:
     pointer = read_pointer(directory)
     if pointer is None:
         return LocalFiles(directory)
+    retry = retry or Retry(patience_s=pointer.patience_s)
     return KeptFiles(_open_url(pointer.url, pointer.pinned, retry), directory, pointer.keep)
 
 
@@ -98,7 +113,8 @@ def complete(directory: Path) -> None:
     pointer = read_pointer(directory)
     if pointer is not None:
         shards = tuple(name for name in pointer.files if name.endswith(WEIGHTS))
-        fetch_all(KeptFiles(_open_url(pointer.url, pointer.pinned), directory, keep=True), shards)
+        far = _open_url(pointer.url, pointer.pinned, Retry(patience_s=pointer.patience_s))
+        fetch_all(KeptFiles(far, directory, keep=True), shards)
 
 
 def read_pointer(directory: Path) -> Pointer | None:
@@ -171,7 +187,7 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _open_url(url: str, pinned: Mapping[str, FileStat], retry: Retry | None = None) -> ByteSource:
+def _open_url(url: str, pinned: Mapping[str, FileStat], retry: Retry) -> ByteSource:
     if url.startswith(("http://", "https://")):
         from firstlight.engine.weights.sources.http import HttpFiles
 

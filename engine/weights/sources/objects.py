@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from types import ModuleType
@@ -125,6 +126,7 @@ class ObjectFile:
         self._source = source
         self._name = name
         self._expected = expected
+        self._stop = threading.Event()
 
     def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         target = Target(offset_bytes, buffers)
@@ -132,13 +134,24 @@ class ObjectFile:
         end = offset_bytes + target.left
         if end > self._expected.nbytes:
             raise ended_early(file, self._expected.nbytes, end, target.left)
-        fill(target, lambda one: source.read(self._name, one, self._expected), source.retry, source.usage, file)
+        fill(
+            target,
+            lambda one: source.read(self._name, one, self._expected),
+            source.retry,
+            source.usage,
+            file,
+            self._stop,
+        )
 
     def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
         read_rows_at_once(self, offset_bytes, target, span_bytes, stride_bytes, OBJECT_SHAPE.gap_bytes)
 
     def check(self) -> None:
         """Nothing is left to check: each answer was."""
+
+    def stop(self) -> None:
+        """Ask for nothing again; the library ends what it is at, after `stall_s` at the latest."""
+        self._stop.set()
 
     def close(self) -> None:
         """Connections belong to the library."""

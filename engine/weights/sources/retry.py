@@ -1,31 +1,73 @@
-"""Going on after cut and stalled connections: what has arrived stays, the rest is asked for again, later and later."""
+"""Going on after cut and stalled connections: what has arrived stays, the rest is asked for again, later and later.
+
+How long that is tried while no byte comes is the patience; whoever gives up a load ends what is being tried at once.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from firstlight.engine.weights.sources.base import Usage, scatter, unread
+from firstlight.engine.weights.sources.base import Usage, out_of_patience, scatter
+
+PATIENCE_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """`attempts` in a row without a byte are the end; pauses double from `first_s` to `most_s`.
+    """`patience_s` without a byte are the end, though not before `attempts`; pauses double from `first_s` to `most_s`.
 
     A connection on which nothing comes for `stall_s` is cut by us.
     """
 
-    attempts: int = 6
+    attempts: int = 3
+    patience_s: float = PATIENCE_S
     first_s: float = 0.2
     most_s: float = 10.0
     stall_s: float = 30.0
 
     def pause_s(self, failures: int, asked_s: float | None = None) -> float:
         """Before the next attempt; `asked_s` is what the server wants, followed within bounds."""
-        grown = min(self.most_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.7, 1.0)
+        grown = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 30)) * random.uniform(0.7, 1.0)
         return grown if asked_s is None else max(grown, min(asked_s, self.most_s))
+
+
+class Patience:
+    """What is left of it, from the last byte that came."""
+
+    def __init__(self, retry: Retry, stop: threading.Event | None = None) -> None:
+        """`stop` is set by whoever wants no more of it."""
+        self.failures = 0
+        self._retry = retry
+        self._stop = stop or threading.Event()
+        self._since_s = time.monotonic()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._since_s
+
+    def renew(self) -> None:
+        """A byte came."""
+        self.failures, self._since_s = 0, time.monotonic()
+
+    def ends(self) -> bool:
+        """Another attempt failed; whether that was the last one."""
+        self.failures += 1
+        return self.is_stopped or (self.failures >= self._retry.attempts and self.waited_s >= self._retry.patience_s)
+
+    def pause(self, asked_s: float | None) -> None:
+        """Wait before the next attempt, no longer than there is patience for it, and not at all once stopped."""
+        pause_s = self._retry.pause_s(self.failures, asked_s)
+        if self.failures >= self._retry.attempts:  # the last one comes when patience ends, not after it
+            pause_s = min(pause_s, max(0.0, self._retry.patience_s - self.waited_s))
+        self._stop.wait(pause_s)
 
 
 class Interrupted(Exception):
@@ -56,9 +98,16 @@ class Target:
         self.left -= part.nbytes
 
 
-def fill(target: Target, attempt: Callable[[Target], None], retry: Retry, usage: Usage, file: str) -> None:
-    """Carry out attempts until the target is full; `Refused` (read-failed) when they come to nothing."""
-    failures = 0
+def fill(
+    target: Target,
+    attempt: Callable[[Target], None],
+    retry: Retry,
+    usage: Usage,
+    file: str,
+    stop: threading.Event | None = None,
+) -> None:
+    """Carry out attempts until the target is full; `Refused` (read-failed) when they come to nothing or are stopped."""
+    patience = Patience(retry, stop)
     while target.left:
         before = target.left
         pause_s = None
@@ -71,10 +120,9 @@ def fill(target: Target, attempt: Callable[[Target], None], retry: Retry, usage:
         usage.add("fetched", before - target.left)
         if not target.left:
             return
-        failures = 1 if target.left < before else failures + 1
-        if failures >= retry.attempts:
-            raise unread(
-                file, target.offset_bytes, target.left, f"{retry.attempts} attempts failed, the last: {reason}"
-            )
+        if target.left < before:
+            patience.renew()
+        if patience.ends():
+            raise out_of_patience(file, target.offset_bytes, target.left, patience.failures, patience.waited_s, reason)
         usage.add("retries")
-        time.sleep(retry.pause_s(failures, pause_s))
+        patience.pause(pause_s)

@@ -16,7 +16,7 @@ from firstlight.engine.weights.synthesize import synthesize
 from tests.checkpoints import TINY
 from tests.engine.weights import far
 
-QUICK = Retry(attempts=2, first_s=0.001, most_s=0.01, stall_s=0.5)
+QUICK = Retry(attempts=2, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=0.5)
 FIRST = "model-00001-of-00002.safetensors"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from firstlight.engine.weights.sources.http import HttpFiles
 from firstlight.engine.weights.sources.retry import Retry
 from tests.engine.weights import far
 
-QUICK = Retry(attempts=3, first_s=0.001, most_s=0.01, stall_s=0.3)
+QUICK = Retry(attempts=3, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=0.3)
 NAME = "model.safetensors"
 
 
@@ -126,6 +127,58 @@ def test_a_server_that_never_recovers_is_refused_after_bounded_attempts(web: far
     assert finding.code == "read-failed"
     assert "503" in finding.message
     assert len(web.asked[NAME]) == 1 + QUICK.attempts
+    assert "bytes 0 to 999" in finding.message
+    assert "--patience" in str(finding.next)
+
+
+def test_patience_is_counted_from_the_last_byte_in_seconds(web: far.Web, content: bytes) -> None:
+    """However many attempts that is: pauses are no longer than what is left of it."""
+    web.always[NAME] = far.cut(0)
+    source = HttpFiles(web.url, {NAME: FileStat(len(content), web.version(NAME))}, Retry(patience_s=0.6, first_s=0.05))
+    started_s = time.monotonic()
+    finding = refusal(source)
+    assert 0.55 < time.monotonic() - started_s < 1.2
+    assert len(web.asked[NAME]) > 3
+    assert re.search(r"no byte came for 0\.[67] s", finding.message)
+    source.close()
+
+
+def test_the_first_failure_ends_what_other_readers_are_trying(web: far.Web, content: bytes) -> None:
+    """One of them was told that it will not pass; another waits for a server that says nothing for long."""
+    (web.home / "gone").write_bytes(content)
+    pinned = {name: FileStat(len(content), web.version(name)) for name in (NAME, "gone")}
+    source = HttpFiles(web.url, pinned, Retry(patience_s=60.0, stall_s=60.0))
+    web.always[NAME] = far.stall(5.0)
+    web.always["gone"] = far.status(404)
+    late = threading.Event()
+    served = web.always["gone"]
+
+    def fault(handler: far.Handler, content: bytes) -> bool:
+        late.wait(0.3)  # the other one has begun by then
+        return served(handler, content)
+
+    web.always["gone"] = fault
+    targets = [memoryview(bytearray(1000)) for _ in range(2)]
+    started_s = time.monotonic()
+    with pytest.raises(Refused) as caught:
+        read_pieces([(NAME, 0, targets[0]), ("gone", 0, targets[1])], 2, source=source)
+    assert time.monotonic() - started_s < 3.0
+    assert caught.value.findings[0].code == "missing-shard"
+    assert not [one for one in threading.enumerate() if one.name.startswith("read-")]
+    source.close()
+
+
+def test_a_failed_read_names_the_tensors_that_it_is_of_and_no_others(web: far.Web, source: HttpFiles) -> None:
+    source.stat(NAME)
+    web.always[NAME] = far.status(503)
+    spans = {"a": (0, 1000), "b": (1000, 500), "far": (2_000_000, 100)}
+    pieces = [(NAME, at, memoryview(bytearray(count))) for at, count in spans.values()]
+    with pytest.raises(Refused) as caught:
+        for _ in read_jobs([Job(pieces, tensors=tuple(spans))], source, 1):
+            pass
+    (finding,) = caught.value.findings
+    assert finding.tensors in (("a", "b"), ("far",))
+    assert NAME in str(finding.file)
 
 
 def test_a_server_without_ranges_is_refused_with_what_to_do(web: far.Web, source: HttpFiles, content: bytes) -> None:
