@@ -140,7 +140,7 @@ class Dashboard:
             self._location.update_query(run=self._run.value, tab=self._tab.value)
 
     def news(self) -> None:
-        """From the store's thread: something changed. Drawn in the page's own turn, once for all that came meanwhile."""
+        """From the store's thread: something changed. Drawn in the page's own turn, once for all that came."""
         if not self._is_behind:
             self._is_behind = True
             self.later(self.draw)

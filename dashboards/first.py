@@ -1,8 +1,8 @@
 """The first paint: what a page shows before its components are there, and which scripts it waits for.
 
-The server draws the chosen view into the page itself, so that it can be read as soon as the page is there; the components
-take its place when they have come. Scripts wait for the page, not the page for them, and plotly, the largest, comes with
-the first figure that is shown.
+The server draws the chosen view into the page itself, so that it can be read as soon as the page is there; the
+components take its place when they have come. Scripts wait for the page, not the page for them, and the largest,
+plotly, comes with the first figure that is shown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def scripts(bundle: str, figures: bool = False) -> str:
     lines = []
     for address in found:
         if PLOTLY in address:
-            lines.append(f'<link rel="prefetch" as="script" href="{address}" data-plotly{" data-now" if figures else ""}>')
+            lines.append(
+                f'<link rel="prefetch" as="script" href="{address}" data-plotly{" data-now" if figures else ""}>'
+            )
         elif not any(name in address for name in UNUSED):
             lines.append(f'<script defer src="{address}"></script>')
     return "\n".join(lines)

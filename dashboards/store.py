@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
+from firstlight.dashboards.trails import SPAN_S, WIDTH_S, Gatherer, SeriesKey, Trail
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.serving.api import EngineInfo, Health
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
-from firstlight.dashboards.trails import SPAN_S, WIDTH_S, Gatherer, SeriesKey, Trail
 from firstlight.workbench.bringup import ENGINE_FOLDER
 from firstlight.workbench.events import SERVED, EventReader, ProgressEvent, RequestEvent
 from firstlight.workbench.progress import Pace
@@ -38,6 +38,7 @@ KEPT_REQUESTS = 200
 IDLE_S = 30.0  # after which a run that nobody looks at is read no more
 SAME_S = 60.0  # within this, a number and a length are one request: engines count from 1 again
 SILENT_S = 5.0  # without a reading of a live engine: whoever took readings is gone, and the store takes them
+
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it is now. `version` grows with each change; the other numbers say which part changed last."""

@@ -173,7 +173,7 @@ class _File:
             raise
 
     def close(self) -> None:
-        """Moves what is in the log into the file itself, also while others read: the file may be copied from then on."""
+        """Moves what is in the log into the file itself, also while others read: it may be copied from then on."""
         with contextlib.suppress(sqlite3.Error):
             self._connection.execute("pragma wal_checkpoint(passive)")
         self._connection.close()

@@ -70,8 +70,8 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 class Recent(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody who comes late has to know: the last reading of every series, and its last stretch in buckets.
 
-    `buckets`: per series (source, device, metric) the sums of `width_s` seconds each, by number since 1970: (number, count,
-    total, gaps). `last_id`: readings behind it are news.
+    `buckets`: per series (source, device, metric) the sums of `width_s` seconds each, by number since 1970: (number,
+    count, total, gaps). `last_id`: readings behind it are news.
     """
 
     last_id: int

@@ -12,7 +12,6 @@ from firstlight.dashboards.figures import Figure
 from firstlight.dashboards.store import DataStore, Follower, Snapshot
 from firstlight.dashboards.theme import SHEET
 
-
 PLOT = "fl-plot"
 
 
@@ -60,9 +59,7 @@ def put(target: Any, text: str) -> None:
 
 def plot(height: int = 300) -> Any:
     """A place for a plotly figure; the figure's component is made when there is one to show."""
-    return pn.Column(
-        sizing_mode="stretch_width", margin=0, min_height=height, visible=False, css_classes=[PLOT]
-    )
+    return pn.Column(sizing_mode="stretch_width", margin=0, min_height=height, visible=False, css_classes=[PLOT])
 
 
 def show(target: Any, figure: Figure | None) -> None:

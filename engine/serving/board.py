@@ -1,7 +1,7 @@
-"""The engine's statistics where other processes of its machine read them without asking: one small file, mapped by both.
+"""The engine's statistics where other processes of its machine read them without asking: a small file, mapped by both.
 
-Whoever takes readings ten times a second would otherwise ask rank 0 each time, in the interpreter that steps the engine.
-Here the engine writes now and then what it has counted anyway, and a reader costs it nothing. No torch.
+Whoever takes readings ten times a second would otherwise ask rank 0 each time, in the interpreter that steps the
+engine. Here the engine writes now and then what it has counted anyway, and a reader costs it nothing. No torch.
 
     process (8 bytes) | length (4) | crc32 of the payload (4) | payload: `EngineStats` as MessagePack
 

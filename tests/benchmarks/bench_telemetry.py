@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.bench_telemetry [--pairs 24] [--tokens 1500]
 
-The sampler runs in a process of its own as under `firstlight up`, with all its sources and its events written to disk; in
-rounds without, that process sleeps. A pair is two neighbouring rounds, which of the two comes first alternates, and the loss
-is the mean of the pairs' own losses with its 95 % interval: what else the machine does falls on both. Beside throughput,
-which is noisy on a machine of few cores, stand the processor time of the engine for a token and that of the sampler's
-process as a share of all cores: what they sum to is what a machine without idle cores would lose.
+The sampler runs in a process of its own as under `firstlight up`, with all its sources and its events written to disk;
+in rounds without, that process sleeps. A pair is two neighbouring rounds, which of the two comes first alternates, and
+the loss is the mean of the pairs' own losses with its 95 % interval: what else the machine does falls on both. Beside
+throughput, which is noisy on a machine of few cores, stand the processor time of the engine for a token and that of the
+sampler's process as a share of all cores: what they sum to is what a machine without idle cores would lose.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def spent_s(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def measured(
-    client: EngineClient, engine: Sequence[psutil.Process], other: Other, tokens: int, at_once: int
-) -> Round:
+def measured(client: EngineClient, engine: Sequence[psutil.Process], other: Other, tokens: int, at_once: int) -> Round:
     """One round: several answers at once, `tokens` in all."""
     params = SamplingParams(max_new_tokens=tokens // at_once, ignore_eos=True)
     engine_s, other_s, started_s = spent_s(engine), spent_s([other.usage]), time.perf_counter()
@@ -142,9 +140,7 @@ def main() -> None:
 
 def report(without: Sequence[Round], watched: Sequence[Round], hertz: float) -> None:
     losses = [100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b in zip(without, watched, strict=True)]
-    dearer = [
-        100 * (b.engine_us_per_token / a.engine_us_per_token - 1) for a, b in zip(without, watched, strict=True)
-    ]
+    dearer = [100 * (b.engine_us_per_token / a.engine_us_per_token - 1) for a, b in zip(without, watched, strict=True)]
     plain, seen = (statistics.median(one.tokens_per_s for one in rounds) for rounds in (without, watched))
     print(f"{len(losses)} pairs: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
     mean, width = interval(losses)

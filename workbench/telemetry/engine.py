@@ -15,7 +15,6 @@ from firstlight.workbench.events import SERVED, RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
 
-
 FRESH_S = 1.5  # an engine without work lays its statistics out anew twice a second
 SELDOM_S = 1.0  # between questions over HTTP, which take the attention of the interpreter that steps the engine
 
