@@ -238,6 +238,16 @@ def layer_windows(config: Config, window: int | None) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def rotated_layers(config: Config, interval: int = 0) -> list[bool]:
+    """Which layers rotate: all, unless the file lists those that do, or every so many-th does not."""
+    count, every = config.size("num_hidden_layers"), int(config.get("no_rope_layer_interval", interval))
+    default = [not every or bool((index + 1) % every) for index in range(count)]
+    listed = config.get("no_rope_layers") or default  # 1: the layer rotates
+    if len(listed) != count:
+        config.refuse("no_rope_layers", f"{len(listed)} entries", f"{count} entries, one a layer")
+    return [bool(one) for one in listed]
+
+
 PRE = ("mixer_norm", "ffn_norm")  # where a layer has norms
 POST = ("post_mixer_norm", "post_ffn_norm")
 SANDWICH = PRE + POST

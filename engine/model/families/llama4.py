@@ -3,20 +3,21 @@ way in, on every so many-th layer.
 """
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, TRUNK, decoder, gqa, in_layers, mlp, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    TRUNK,
+    decoder,
+    gqa,
+    in_layers,
+    mlp,
+    rms,
+    rope,
+    rotated_layers,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import mixture, router
 from firstlight.engine.model.rules import rule
 from firstlight.engine.model.spec import MLP, Attention, ModelSpec, MoE, Norm, Temperature
-
-
-def _rotated(config: Config) -> list[bool]:
-    count = config.size("num_hidden_layers")
-    every = int(config.get("no_rope_layer_interval", 4))
-    listed = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(count)]  # 1: it rotates
-    if len(listed) != count:
-        config.refuse("no_rope_layers", f"{len(listed)} entries", f"{count} entries, one a layer")
-    return [bool(one) for one in listed]
 
 
 def _chunks(config: Config, rotated: list[bool]) -> list[int | None]:
@@ -45,7 +46,7 @@ def _experts(config: Config) -> MoE:
 def spec(config: Config) -> ModelSpec:
     norm = rms(config, 1e-5)
     size, bias = int(config.get("head_dim", 128)), bool(config.get("attention_bias", False))
-    rotated = _rotated(config)
+    rotated = rotated_layers(config, 4)
     chunks, temperature = _chunks(config, rotated), _temperature(config)
     positions = rope(config, size, 500000.0, interleaved=True)
     normed = Norm(eps=norm.eps, weight=False) if config.get("use_qk_norm", True) else None

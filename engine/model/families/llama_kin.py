@@ -21,6 +21,7 @@ from firstlight.engine.model.families.common import (
     mlp,
     rms,
     rope,
+    rotated_layers,
     silent_rope,
 )
 from firstlight.engine.model.families.family import Family
@@ -86,17 +87,6 @@ KIN = {
 }
 
 
-def _rotated(config: Config, kin: Kin) -> list[bool]:
-    """Which layers rotate: all, unless the file lists those that do, or every so many-th does not."""
-    count = config.size("num_hidden_layers")
-    interval = int(config.get("no_rope_layer_interval", kin.no_rope_interval))
-    default = [not interval or bool((index + 1) % interval) for index in range(count)]
-    listed = config.get("no_rope_layers", default)  # 1: the layer rotates
-    if len(listed) != count:
-        config.refuse("no_rope_layers", f"{len(listed)} entries", f"{count} entries, one a layer")
-    return [bool(one) for one in listed]
-
-
 def _windows(config: Config, kin: Kin, rotated: list[bool]) -> list[int | None]:
     window = config.get("sliding_window")
     switch = config.get("use_sliding_window")
@@ -119,7 +109,7 @@ def spec(config: Config) -> ModelSpec:
     if kin.rope:
         silent_rope(config, **kin.rope)
     positions = rope(config, size, kin.theta, kin.interleaved, read_elsewhere=("llama_4_scaling_beta",))
-    rotated = _rotated(config, kin)
+    rotated = rotated_layers(config, kin.no_rope_interval)
     windows = _windows(config, kin, rotated)
 
     def attention(index: int) -> Attention:

@@ -38,6 +38,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "exaone4": "exaone4",
         "falcon_h1": "falcon_h1",
         "flex_olmo": "flex_olmo",
+        "flint": "flint",
         "gemma": "gemma gemma2 gemma3_text vaultgemma",
         "gemma3": "gemma3",
         "gemma4": "gemma4_text",
@@ -96,7 +97,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "qwen3_next": "qwen3_next",
         "qwen3_vl": "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
         "recurrent_gemma": "recurrent_gemma",
-        "sigmoid_kin": "afmoe dots1 exaone_moe flint hy_v3 kolibri1 solar_open",
+        "sigmoid_kin": "afmoe dots1 exaone_moe hy_v3 kolibri1 solar_open",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
     }
