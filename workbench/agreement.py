@@ -138,6 +138,7 @@ def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) 
         found.extend(_vocabulary(tokens, rows or _integer(_stated(config, "vocab_size"))))
         found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
     found.extend(_ends(tokens, config, generation, options))
+    found.extend(_impossible_ends(config, generation, rows or _integer(_stated(config, "vocab_size"))))
     found.extend(unmet(generation))
     found.extend(_templates(reader, options))
     found.extend(_pictures(reader, config))
@@ -232,12 +233,33 @@ def _ends(
         )
 
 
+def _impossible_ends(config: Mapping[str, Any], generation: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:
+    """Ends of answers that are no ids at all, or ids that no answer can hold."""
+    for file, value in (
+        (side_files.GENERATION_CONFIG, generation.get("eos_token_id")),
+        ("config.json", _stated(config, "eos_token_id")),
+    ):
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        wrong = [one for one in values if _integer(one) is None]
+        beyond = [one for one in values if one not in wrong and rows is not None and not 0 <= one < rows]
+        if wrong or beyond:
+            yield _clash(
+                file,
+                f"eos_token_id of {file} holds {', '.join(map(repr, (wrong or beyond)[:4]))}: no answer ends at that",
+                f"token ids{'' if rows is None else f' below {rows:,}'}",
+                repr(value)[:80],
+                "fetch the file and the weights of one release: answers may run on",
+            )
+
+
 def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Two chat templates that differ; transformers takes the file of its own."""
+    """Chat templates that differ, of which transformers takes the file of its own, and one that is no Jinja."""
     own, inner = reader.text(TEMPLATE), options.get("chat_template")
     older = reader.json("chat_template.json").get("chat_template")
     texts = {TEMPLATE: own, "chat_template.json": older, side_files.TOKENIZER_CONFIG: inner}
     stated = [(name, text) for name, text in texts.items() if isinstance(text, str)]
+    if stated:
+        yield from _broken_template(reader)
     for name, text in stated[1:]:
         if text.strip() != stated[0][1].strip():
             yield _clash(
@@ -247,6 +269,16 @@ def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]
                 f"{len(text):,} other characters",
                 "fetch both from one release, or remove the stale one",
             )
+
+
+def _broken_template(reader: _Reader) -> Iterator[Finding]:
+    """A template that no conversation can be written with."""
+    from firstlight.engine.inputs.chat_template import ChatTemplate
+
+    try:
+        ChatTemplate.open(reader.directory, special_tokens={}).check()
+    except Refused as refused:
+        yield from (_softened(one, Path(one.file or TEMPLATE).name) for one in refused.findings)
 
 
 def _pictures(reader: _Reader, config: Mapping[str, Any]) -> Iterator[Finding]:

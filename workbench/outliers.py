@@ -24,6 +24,8 @@ def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
     measured = [reading for reading in readings if reading.rms is not None]
     for pattern, siblings in grouped(measured, lambda reading: reading.tensor).items():
         if len(siblings) < LEAST_SIBLINGS:
+            if holes := _holes(siblings):
+                yield _odd(pattern, holes, "all zero", "0", "numbers")
             continue
         zero = [reading for reading in siblings if reading.rms == 0]
         others = [reading for reading in siblings if reading.rms]
@@ -38,6 +40,15 @@ def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
                 yield _odd(
                     pattern, far, f"up to {size} the scale of their siblings", f"{worst.rms:.3g}", _usual(others)
                 )
+
+
+def _holes(siblings: Sequence[TensorReading]) -> list[TensorReading]:
+    """Of few tensors of a kind, weights that are all zero while others are not, or that are alone: holes in a file.
+
+    Norms and biases may be so.
+    """
+    zero = [one for one in siblings if one.rms == 0 and one.tensor.endswith("weight") and "norm" not in one.tensor]
+    return zero if len(zero) < len(siblings) or len(siblings) == 1 else []
 
 
 def _far(siblings: Sequence[TensorReading]) -> list[TensorReading]:

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from firstlight.engine.errors import Refused
+from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.inputs.image_constants import read_constants
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.rules import Matcher
@@ -29,6 +33,7 @@ from firstlight.workbench.side_files import absent_side_files, side_file_rows
 from firstlight.workbench.storage import storage_rows
 
 if TYPE_CHECKING:
+    from firstlight.workbench.deep import TensorReading
     from firstlight.workbench.manifest import Manifest
 
 
@@ -245,6 +250,25 @@ def _side_files(draft: Draft, checkpoint: Checkpoint, rows: int | None, sees: bo
     draft.table("side_files", ({"file": row[0], "for": row[1], "there": row[2]} for row in files))
     draft.find(absent_side_files(checkpoint.directory, sees))
     draft.find(disagreements(checkpoint.path(""), checkpoint.config, rows))
+    if sees:
+        _constants(draft, checkpoint)
+
+
+def _constants(draft: Draft, checkpoint: Checkpoint) -> None:
+    """The constants of pictures, each with the file or class it comes from, as `preprocess` takes them."""
+    try:
+        found = read_constants(checkpoint.path(""))
+    except Refused as refused:  # what forbids pictures is a warning for what needs none; absent files are said already
+        said = {finding.file for finding in draft.findings}
+        draft.find(
+            msgspec.structs.replace(finding, severity="warning")
+            for finding in refused.findings
+            if Path(finding.file or "").name not in said
+        )
+        return
+    rows = ({"constant": one.name, "value": str(one.value), "source": one.source} for one in found.constants)
+    draft.table("constants", rows)
+    draft.find(found.findings)
 
 
 def _deep(
@@ -263,7 +287,8 @@ def _deep(
     total = sum(checkpoint.tensors[reading.tensor].nbytes for reading in readings)
     draft.check("every value is finite", not bad, value=len(bad), limit=0, unit="tensors", detail=_names(bad))
     draft.metric("read_rate", total / elapsed_s if elapsed_s else None, "B/s", f"{total:,} bytes read and hashed")
-    draft.find(outliers(readings))
+    draft.find(_not_finite(bad, checkpoint))
+    draft.find(_placed(finding, checkpoint) for finding in outliers(readings))
     draft.table(
         "hashes",
         (
@@ -278,7 +303,7 @@ def _deep(
         mine.write(manifest)
         draft.metric("manifest", str(manifest), "", f"{len(mine.tensors):,} tensors, {len(mine.files)} side files")
     if other is not None:
-        found = list(differences(mine, other))
+        found = [_placed(finding, checkpoint) for finding in differences(mine, other)]
         draft.find(found)
         wrong = sum(len(finding.tensors) for finding in found)
         draft.check(
@@ -289,6 +314,31 @@ def _deep(
             unit="tensors",
             detail=f"{len(other.tensors):,} of {other.name} compared by dtype, shape and SHA-256",
         )
+
+
+def _not_finite(bad: Sequence[TensorReading], checkpoint: Checkpoint) -> Iterator[Finding]:
+    """One finding a file for its tensors that hold NaN or infinity."""
+    files: dict[str, list[TensorReading]] = {}
+    for reading in bad:
+        files.setdefault(checkpoint.tensors[reading.tensor].file, []).append(reading)
+    for file, readings in files.items():
+        nan, infinite = sum(one.nan for one in readings), sum(one.infinite for one in readings)
+        yield fatal(
+            "not-finite",
+            f"{readings[0].tensor}{f' and {len(readings) - 1:,} tensors more' if len(readings) > 1 else ''} of {file} "
+            "hold values that are no numbers",
+            file=file,
+            tensors=tuple(one.tensor for one in readings),
+            expected="finite values",
+            found=f"{nan:,} NaN, {infinite:,} infinite",
+            next=f"fetch {file} again, or compare its hashes with another copy (scan --against)",
+        )
+
+
+def _placed(finding: Finding, checkpoint: Checkpoint) -> Finding:
+    """The finding with the file of its first tensor, where that is here."""
+    tensor = next((checkpoint.tensors[name] for name in finding.tensors if name in checkpoint.tensors), None)
+    return finding if tensor is None or finding.file else msgspec.structs.replace(finding, file=tensor.file)
 
 
 def _names(readings: Iterable[Any]) -> str:

@@ -114,6 +114,10 @@ class ChatTemplate:
             ) from error
         return text
 
+    def check(self) -> None:
+        """Raises `Refused` (side-file-invalid) for a template that is no Jinja."""
+        assert self._compiled is not None
+
     @cached_property
     def takes_text(self) -> bool:
         """Whether the template writes a message's content where that is a text."""

@@ -23,11 +23,13 @@ from firstlight.engine.weights.index import (
     read_index,
     read_object,
 )
-from firstlight.engine.weights.shards import OTHER_FORMATS, PICKLES, nothing, shard_files
+from firstlight.engine.weights.shards import ADAPTERS, OTHER_FORMATS, PICKLES, nothing, only_an_adapter, shard_files
 from firstlight.engine.weights.slices import byte_runs
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource
 from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
 from firstlight.engine.weights.uncollected import uncollected
+
+COMPARED_BYTES = 64 << 20  # of tensors that two shards hold
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         endings = {Path(name).suffix.lower() for name in names}
         if "config.json" not in names and ".safetensors" not in endings and not endings.isdisjoint(OTHER_FORMATS):
             raise Refused(nothing(directory, names))
+        if "config.json" not in names and (adapters := set(ADAPTERS) & set(names)):
+            raise Refused(only_an_adapter(directory, min(adapters)))
         config, twice = read_object(directory, "config.json", CONFIG_LIMIT_BYTES)
         index = read_index(directory)
         files, findings = shard_files(directory, names, index)
@@ -208,7 +212,7 @@ def _headers(
         findings.extend(header.findings)
     tensors = {tensor.name: tensor for header in headers for tensor in header.tensors}
     if len(tensors) != sum(len(header.tensors) for header in headers):
-        findings.extend(_settle_copies(tensors, headers, weight_map))
+        findings.extend(_settle_copies(tensors, headers, weight_map, source))
     return tensors, findings, broken
 
 
@@ -228,33 +232,62 @@ def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:
 
 
 def _settle_copies(
-    tensors: dict[str, TensorInfo], headers: Iterable[Header], index: Mapping[str, str]
+    tensors: dict[str, TensorInfo], headers: Iterable[Header], index: Mapping[str, str], source: ByteSource
 ) -> Iterator[Finding]:
-    """Of two copies of a tensor the index decides; without its word the first stays, and neither is trusted."""
+    """Of two copies of a tensor the index decides; without its word the first stays, and neither is trusted.
+
+    Copies are compared byte by byte, up to `COMPARED_BYTES` in all.
+    """
     first: dict[str, TensorInfo] = {}
-    copies: dict[tuple[str, str, bool], list[str]] = {}
+    copies: dict[tuple[str, str, bool, bool | None], list[str]] = {}
+    left_bytes = COMPARED_BYTES
     for tensor in (tensor for header in headers for tensor in header.tensors):
         earlier = first.setdefault(tensor.name, tensor)
         if earlier is tensor:
             continue
         chosen = index.get(tensor.name)
+        same = None
+        if (earlier.dtype, earlier.shape) != (tensor.dtype, tensor.shape):
+            same = False
+        elif tensor.nbytes <= left_bytes:
+            left_bytes -= tensor.nbytes
+            same = _are_equal(source, earlier, tensor)
         if chosen == tensor.file:
             first[tensor.name] = tensor
-        copies.setdefault((earlier.file, tensor.file, chosen in (tensor.file, earlier.file)), []).append(tensor.name)
+        where = earlier.file, tensor.file, chosen in (tensor.file, earlier.file), same
+        copies.setdefault(where, []).append(tensor.name)
     tensors.update(first)
     yield from (_copies(*where, names) for where, names in copies.items())
 
 
-def _copies(first: str, second: str, decided: bool, names: list[str]) -> Finding:
+def _are_equal(source: ByteSource, one: TensorInfo, other: TensorInfo) -> bool | None:
+    """Whether two stored tensors hold the same bytes; None where they cannot be read, which is said elsewhere."""
+    found = []
+    for tensor in (one, other):
+        data = bytearray(tensor.nbytes)
+        try:
+            opened = source.open(tensor.file)
+            try:
+                opened.read_into(tensor.offset_bytes, [memoryview(data)])
+            finally:
+                opened.close()
+        except Refused:
+            return None
+        found.append(data)
+    return found[0] == found[1]
+
+
+def _copies(first: str, second: str, decided: bool, same: bool | None, names: list[str]) -> Finding:
+    contents = {True: "equal copies", False: "two that differ", None: "two, not compared"}[same]
     what = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} tensors more are"
     return msgspec.structs.replace(
         warning(
             "duplicate-tensor",
-            f"{what} in {first} and in {second}" + ("; the index says which is used" if decided else ""),
+            f"{what} in {first} and in {second}, {contents}" + ("; the index says which is used" if decided else ""),
             file=second,
             tensors=tuple(names),
             expected="one copy",
-            found="two",
+            found=contents,
             next="delete the stale shard" + ("" if decided else ": which of them is meant is not guessed"),
         ),
         severity="warning" if decided else "fatal",
@@ -263,6 +296,11 @@ def _copies(first: str, second: str, decided: bool, names: list[str]) -> Finding
 
 def _other_files(names: Iterable[str]) -> Iterable[Finding]:
     """Files that could run code are named; none of them is opened."""
+    names = tuple(names)
+    others = [name for name in names if Path(name).suffix.lower() in OTHER_FORMATS and not name.endswith(PICKLES)]
+    if others:
+        kind = OTHER_FORMATS[Path(others[0]).suffix.lower()]
+        yield note("shadowed-file", f"not read: {', '.join(others[:4])} ({kind})", file=others[0])
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         yield note(

@@ -223,7 +223,7 @@ def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Findin
             tensors=mine,
             expected=f"{len(mine):,} filled",
             found="0 filled",
-            next=f"fetch {file} again, where the index places them",
+            next=f"fetch {file} again, which holds them",
         )
 
 
@@ -246,12 +246,13 @@ def _nearest(
     return pattern_range(best, candidates[best])
 
 
-def unconsumed_findings(unconsumed: Iterable[str]) -> Iterator[Finding]:
+def unconsumed_findings(unconsumed: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """Tensors that no parameter takes."""
     for pattern, names in by_pattern(unconsumed).items():
         yield fatal(
             "unconsumed-tensor",
             f"{pattern_range(pattern, names)}: {len(names):,} tensors that no parameter consumes",
+            file=tensors[names[0]].file,
             tensors=tuple(names),
             expected="a weight rule, or a rule that leaves it out with a reason",
             found="no rule",

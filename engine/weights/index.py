@@ -21,6 +21,11 @@ from firstlight.engine.weights.header import TensorInfo
 
 INDEX = "model.safetensors.index.json"
 CONFIG_LIMIT_BYTES = 64 << 20
+_MARKS = {  # of byte orders, which JSON may not begin with
+    b"\xef\xbb\xbf": "a byte order mark: save it as UTF-8 without one",
+    b"\xff\xfe": "the byte order mark of UTF-16: save it as UTF-8",
+    b"\xfe\xff": "the byte order mark of UTF-16: save it as UTF-8",
+}
 INDEX_LIMIT_BYTES = 256 << 20  # 497,220 tensors take 60 MB
 
 
@@ -66,7 +71,8 @@ def _object(name: str, text: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:
         # Of equal keys the last one wins in every parser. Keys and colons agree in number unless there are some.
         twice = _twice(text) if _colons(value) != text.count(b'":') or b"\\" in text or b'" :' in text else ()
     except (msgspec.DecodeError, ValueError) as error:
-        raise Refused(_bad(name, f"is not JSON: {error}", "a JSON object", repr(text[:40]))) from error
+        marked = next((f" (it begins with {what})" for mark, what in _MARKS.items() if text.startswith(mark)), "")
+        raise Refused(_bad(name, f"is not JSON{marked}: {error}", "a JSON object", repr(text[:40]))) from error
     except RecursionError as error:
         raise Refused(_bad(name, "is nested too deeply", "a JSON object", repr(text[:40]))) from error
     if not isinstance(value, dict):
@@ -147,6 +153,8 @@ def _sound(text: bytes) -> Index | None:
         found = _decode_plain(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    if not found.weight_map:
+        return None
     keys = len(found.weight_map) + _colons(found.metadata) + text.count(b'"metadata":') + 1
     if b"\\" in text or text.count(b":") != keys:  # a key that occurs twice, or may
         return None
@@ -156,7 +164,7 @@ def _sound(text: bytes) -> Index | None:
 
 def _closely(raw: dict[str, Any], twice: tuple[str, ...]) -> Index:
     weight_map = raw.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise Refused(
             fatal(
                 "stale-index",

@@ -140,6 +140,9 @@ def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param])
                     continue
                 start, end = param.split("{e}", 1)
                 found.update((p, finding.file or "") for p in params if p.startswith(start) and p.endswith(end))
+    if not checkpoint.tensors and len(checkpoint.shards) == 1:  # there is one file, and it cannot be read
+        (file,) = checkpoint.shards
+        found.update((name, file) for name in params if name not in found)
     return found
 
 
@@ -342,7 +345,7 @@ class _Book:
         scales, unknown = split_scales(self.unconsumed, tensors)
         self.findings.extend(scale_findings(scales, self.consumed, tensors))
         self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head, lost))
-        self.findings.extend(unconsumed_findings(unknown))
+        self.findings.extend(unconsumed_findings(unknown, tensors))
         return Ledger(
             sources=self.sources if len(tensors) >= MANY else dict(self.sources),
             consumed=self.consumed if len(tensors) >= MANY else dict(self.consumed),

@@ -22,6 +22,7 @@ OTHER_FORMATS = {
     ".npz": "numpy arrays",
 }
 SINGLE = "model.safetensors"
+ADAPTERS = ("adapter_model.safetensors", "adapters.safetensors")  # of peft and of MLX
 CONSOLIDATED = "consolidated"  # how the file names of a vendor's own second copy begin
 _UNFINISHED = (".incomplete", ".part", ".partial", ".tmp", ".aria2", ".crdownload", ".download")
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
@@ -32,14 +33,42 @@ Series = tuple[str, str]  # what the names of the shards of one release share: t
 
 def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) -> tuple[list[str], list[Finding]]:
     """The shard files to read, in order, and findings about absent ones and about ones that are left aside."""
-    present = [name for name in names if name.endswith(".safetensors")]
+    found = [name for name in names if name.endswith(".safetensors")]
+    present = [name for name in found if name not in ADAPTERS]
+    if not present and found:
+        raise Refused(only_an_adapter(directory, found[0]))
     if index is not None:
         files, findings = _by_index(names, present, index.weight_map)
     else:
         files, findings = _by_name(names, present)
     if not files and not findings:
         raise Refused(nothing(directory, names, index))
-    return files, [*findings, *_links(directory, files)]
+    return files, [*findings, *_unapplied(found), *_links(directory, files)]
+
+
+def only_an_adapter(directory: Path, file: str) -> Finding:
+    """The finding for a directory that holds what changes a model, and no model."""
+    return fatal(
+        "missing-shard",
+        f"{directory} holds an adapter (LoRA or the like), and not the model that it changes",
+        file=file,
+        expected=f"{SINGLE}, or shards with an index",
+        found=file,
+        next="merge the adapter into its base model (peft: merge_and_unload), and name the directory of the result",
+    )
+
+
+def _unapplied(files: Iterable[str]) -> Iterator[Finding]:
+    for file in files:
+        if file in ADAPTERS:
+            yield warning(
+                "shadowed-file",
+                f"{file} is an adapter (LoRA or the like) and is not applied: what is read is the model beside it",
+                file=file,
+                expected="a model alone",
+                found=f"{file} beside it",
+                next="merge it into the model (peft: merge_and_unload) if its answers are meant, or take it away",
+            )
 
 
 def _by_index(
@@ -105,14 +134,20 @@ def _absent_of(series: Series, there: set[str]) -> list[str]:
 
 def _missing(file: str, names: Iterable[str], tensors: tuple[str, ...]) -> Finding:
     started = [name for name in names if name.startswith(file) and name.endswith(_UNFINISHED)]
+    alike = [name for name in names if name != file and name.lower() == file.lower()]
+    found, way = "absent", f"fetch {file}"
+    if started:
+        found = f"an unfinished download: {started[0]}"
+    elif alike:
+        found, way = f"{alike[0]}, spelt otherwise", f"rename {alike[0]} to {file}"
     return fatal(
         "missing-shard",
         f"{file} is not there" + (f", which holds {held(tensors)}" if tensors else ""),
         file=file,
         tensors=tensors,
         expected=file,
-        found=f"an unfinished download: {started[0]}" if started else "absent",
-        next=f"fetch {file}",
+        found=found,
+        next=way,
     )
 
 

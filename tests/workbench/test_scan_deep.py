@@ -192,3 +192,31 @@ def test_strict_fails_on_a_warning(home: Path) -> None:
     assert check.value == sum(finding.severity == "warning" for finding in report.findings) > 0
     sample = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
     assert scan(sample, strict=True).status == "passed"
+
+
+def test_values_that_are_no_numbers_are_a_finding_with_file_and_tensors(home: Path) -> None:
+    def plant(tensors: dict[str, Tensor]) -> None:
+        for name, value in ((NORM, np.nan), ("model.layers.0.mlp.up_proj.weight", np.inf)):
+            own = tensors[name]
+            assert isinstance(own, np.ndarray)
+            tensors[name] = own.copy()
+            tensors[name].flat[3] = value  # type: ignore[union-attr]
+
+    report = scan(changed(home, plant), deep=True)
+    assert report.status == "failed"
+    (finding,) = of(report, "not-finite")
+    assert (finding.severity, finding.file, finding.found) == ("fatal", "model.safetensors", "1 NaN, 1 infinite")
+    assert set(finding.tensors) == {NORM, "model.layers.0.mlp.up_proj.weight"}
+
+
+def test_a_weight_without_siblings_that_is_all_zero_is_a_hole(home: Path) -> None:
+    name = "model.embed_tokens.weight"
+
+    def empty(tensors: dict[str, Tensor]) -> None:
+        own = tensors[name]
+        assert isinstance(own, np.ndarray)
+        tensors[name] = np.zeros_like(own)
+
+    (finding,) = of(scan(changed(home, empty), deep=True), "odd-scale")
+    assert (finding.file, finding.tensors) == ("model.safetensors", (name,))
+    assert of(scan(home), "odd-scale") == [], "only values show it"

@@ -69,6 +69,14 @@ def shift(value: dict[str, Any], by: int) -> None:
 
 
 # What is broken -> how, exit status, code, words that must be said.
+def _differing_copy(home: Path) -> None:
+    """The last shard again, under a name of the same series, with one bit changed; the index still names the first."""
+    data = bytearray(last(home).read_bytes())
+    data[-1] ^= 1
+    number = last(home).name.replace("model-", "model-9")
+    (home / number).write_bytes(data)
+
+
 FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "a shard is missing": (lambda h: last(h).unlink(), 1, "missing-shard", "is not there, which holds"),
     "a download goes on": (
@@ -181,6 +189,44 @@ FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
         lambda h: only(h, config__json=b"{}", pytorch_model__bin=b"PK"), 2, "missing-shard", "pickled weights"
     ),
     "only GGUF": (lambda h: only(h, model__gguf=b"GGUF\x03"), 2, "missing-shard", "GGUF"),
+    "equal copies that the index does not settle": (
+        lambda h: [shutil.copy(shards(h)[0], h / "more-00001-of-00001.safetensors"), (h / INDEX).unlink()],
+        1, "duplicate-tensor", "equal copies",
+    ),
+    "copies that differ, of which the index names one": (
+        _differing_copy, 0, "duplicate-tensor", "two that differ; the index"
+    ),
+    "an index of nothing": (
+        lambda h: index(h, lambda v: v["weight_map"].clear()), 2, "stale-index", "no usable weight_map"
+    ),
+    "a shard in capital letters": (
+        lambda h: last(h).rename(h / last(h).name.replace("model", "MODEL")), 1, "missing-shard", "spelt otherwise"
+    ),
+    "a configuration with a byte order mark": (
+        lambda h: (h / "config.json").write_bytes(b"\xef\xbb\xbf" + (h / "config.json").read_bytes()),
+        2, "side-file-invalid", "byte order mark",
+    ),
+    "an adapter alone": (
+        lambda h: [[path.unlink() for path in (*shards(h), h / INDEX)], (h / "adapter_model.safetensors").touch()],
+        2, "missing-shard", "adapter (LoRA or the like)",
+    ),
+    "an adapter without a configuration": (
+        lambda h: only(h, adapter_config__json=b"{}", adapter_model__safetensors=b""), 2, "missing-shard", "merge"
+    ),
+    "an adapter beside the model": (
+        lambda h: shutil.copy(last(h), h / "adapter_model.safetensors"), 0, "shadowed-file", "is not applied"
+    ),
+    "an end that no answer has": (
+        lambda h: (h / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}'),
+        0, "conflicting-flag", "no answer ends at that",
+    ),
+    "a template that is no Jinja": (
+        lambda h: (h / "chat_template.jinja").write_text("{% for message in messages %}{{ message"),
+        0, "side-file-invalid", "not valid Jinja",
+    ),
+    "words of MLX": (
+        lambda h: config(h, quantization_config={"group_size": 64, "bits": 4}), 1, "unsupported-format", "Apple's MLX"
+    ),
     "nothing": (only, 2, "missing-side-file", "an empty directory"),
 }  # fmt: skip
 

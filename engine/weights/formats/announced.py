@@ -31,6 +31,7 @@ KNOWN = {  # tools that are not read here -> what they do
     "fp_quant": "MXFP4 or NVFP4 of rotated weights: the rotation must be undone",
     "gguf": "blocks of llama.cpp, in a file format of its own",
     "higgs": "codebooks of rotated weights",
+    "mlx": "affine groups of Apple's MLX: U32 words with scales and biases",
     "hqq": "half-quadratic codes with zero points in floats, pickled",
     "quanto": "weights quantized when they are loaded",
     "quark": "AMD's exporter: FP8, MXFP4 or INT4, by its own layer_quant_config",
@@ -71,7 +72,9 @@ def _implied(found: Mapping[str, Any]) -> str | None:
     """The tool of a configuration that does not name it, by a key that only one tool writes."""
     if "config_groups" in found:
         return "compressed-tensors"
-    return "modelopt" if "quant_algo" in found else None
+    if "quant_algo" in found:
+        return "modelopt"
+    return "mlx" if {"group_size", "bits"} <= set(found) else None
 
 
 def _unknown(method: object, found: Mapping[str, Any]) -> NoReturn:

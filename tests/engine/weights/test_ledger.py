@@ -168,7 +168,7 @@ def test_what_a_missing_shard_held_is_not_looked_for_elsewhere(stacked: bool, tm
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     finding = one(settle(tmp_path))
     assert (finding.code, finding.file) == ("missing-tensor", "model-00002-of-00003.safetensors")
-    assert finding.next == "fetch model-00002-of-00003.safetensors again, where the index places them"
+    assert finding.next == "fetch model-00002-of-00003.safetensors again, which holds them"
     held = account(lost, *FAMILIES.describe(MOE))
     assert set(finding.tensors) == {
         param for param, source in held.sources.items() if lost.tensors[source.tensor].file == finding.file
@@ -285,6 +285,7 @@ def test_the_message_of_a_misspelt_tensor_reads_well(llama: Path) -> None:
         "  next: perhaps model.nrom.weight, as many and of the same shape: rename them or add a weight rule; "
         "nothing is guessed\n"
         "unconsumed-tensor: model.nrom.weight: 1 tensors that no parameter consumes\n"
+        "  file: model.safetensors\n"
         "  tensors: model.nrom.weight\n"
         "  expected: a weight rule, or a rule that leaves it out with a reason; found: no rule\n"
         "  next: add the rule to the family file: dropping weights in silence is not offered"
