@@ -30,8 +30,8 @@ class Case:
     well, and a token with another expert is far off: there the bulk of the tokens decides, and the share of those
     outside `limit` is held against that of the reference itself.
     `floor` and `forced_floor`: the reference's deviation from itself by name. `layers` [first, last) limits the
-    comparison. `eos_ids` end a generated row: what stands behind them is padding. `decodes`: whether the engine's
-    context holds the generated tokens.
+    comparison. `eos_ids` end a generated row: what stands behind them is padding. `forced_ids` are put last whatever
+    is likeliest. `decodes`: whether the engine's context holds the generated tokens.
     """
 
     golden: Golden
@@ -40,6 +40,7 @@ class Case:
     name: str = ""
     dtype: str = "F32"
     eos_ids: frozenset[int] = frozenset()
+    forced_ids: frozenset[int] = frozenset()
     decodes: bool = True
     layers: tuple[int, int] | None = None
     floor: Mapping[str, Deviation] = field(default_factory=dict)

@@ -236,7 +236,7 @@ def without_memory(
     Experts are multiplied all at once, which can be shaped without knowing who was chosen. Raises `Refused`.
     """
     transformers = load_transformers()
-    with quiet():
+    with quiet(), part_of_transformers("initialization").no_init_weights():
         try:
             config = transformers.AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=trust_remote_code

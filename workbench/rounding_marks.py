@@ -45,7 +45,7 @@ def as_computed(draft: Draft, case: Case) -> Case:
 
 
 def narrow_dtype(golden: Golden) -> str | None:
-    """BF16 or F16 where all outputs behind the embedding are numbers of that dtype; the embedding is as it is stored."""
+    """BF16 or F16 where all outputs behind the embedding are numbers of that dtype; the embedding is as stored."""
     found = [
         value[golden.mask] if value.shape[:2] == golden.mask.shape else value
         for name, value in golden.outputs.items()
@@ -100,7 +100,7 @@ def on_rounded_tables(tables: dict[str, str]) -> tuple[Finding, ...]:
     return (
         note(
             "dtype-mismatch",
-            f"tables of fixed decays are stored in {dtype}; they are computed from the configuration instead, in float32",
+            f"tables of fixed decays are stored in {dtype}; they are computed from the configuration, in float32",
             tensors=tuple(tables),
             expected="float32: a decay is multiplied with itself at every token",
             found=f"{dtype}, off by up to {STEPS[dtype]:.1e} of each value; the reference uses them so",

@@ -79,7 +79,8 @@ def verify(
     say = progress or Progress("verify")
     oracle: AnyReference | None = None
     if golden is not None:
-        cases = [_golden_case(draft, Golden.read(golden), spec, within, dtype, layers, eos_ids(checkpoint))]
+        case = _golden_case(draft, Golden.read(golden), spec, within, dtype, layers, eos_ids(checkpoint))
+        cases = [replace(case, forced_ids=eos_ids(checkpoint, "forced_eos_token_id"))]
     else:
         from firstlight.workbench.probes import reference_cases
 
@@ -214,7 +215,7 @@ def _check_reference(reference: str | None) -> None:
         )
 
 
-def eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
+def eos_ids(checkpoint: Checkpoint, key: str = "eos_token_id") -> frozenset[int]:
     """Tokens that end a reference's answer: those of generation_config.json and of config.json at both levels."""
     config = checkpoint.config
     levels = [config, config.get("text_config") or {}]
@@ -223,6 +224,6 @@ def eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
             levels.append(json.loads((Path(checkpoint.directory) / "generation_config.json").read_text()))
     found: set[int] = set()
     for level in levels:
-        ids = level.get("eos_token_id")
+        ids = level.get(key)
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return frozenset(found)

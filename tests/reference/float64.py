@@ -1,4 +1,4 @@
-"""A model of transformers in float64: its own formulas, with every float32 in them widened, as the truth for rounding."""
+"""A model of transformers in float64: its own formulas, every float32 in them widened, as the truth for rounding."""
 
 from __future__ import annotations
 

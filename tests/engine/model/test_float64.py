@@ -44,7 +44,7 @@ def test_the_delta_rule_is_nearer_to_float64_than_the_reference_is(tmp_path: Pat
     finally:
         engine.close()
     real = given["attention_mask"].bool().numpy()
-    off = {which: 0.0 for which in ("ours", "theirs")}
+    off = dict.fromkeys(("ours", "theirs"), 0.0)
     for key, exact in truth.items():
         expected = exact.numpy()[real]
         own = deviation(ours[key][real], expected).relative
