@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -26,6 +31,18 @@ from firstlight.workbench.served import FREE, MOVES, REDUCTIONS, served
 
 TOKENS = 64
 OUTSIDE = "outside the layers"
+UNSEEN = "the vision tower's operators are not among these"
+UNTRACEABLE = (  # what modelling code raises that needs values, or other inputs than these
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 
 
 @dataclass(slots=True)
@@ -151,17 +168,18 @@ def record(model: Any, said: list[str]) -> _Recorder | None:
         handles.append(module.register_forward_pre_hook(lambda *_, pair=pair: asking.stack.append(pair)))
         handles.append(module.register_forward_hook(lambda *_: (asking.stack.pop(), None)[1]))
     ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    look, pixels, reason = _blank_picture(model)
     try:
         with torch.no_grad(), recorder:  # inference mode would hand operators on before they are seen
             model.eval()(input_ids=ids, use_cache=False)
-            if (reason := _look(model)) is not None:
-                said.append(reason)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
+            reason = reason if pixels is None else _look(look, pixels)
+    except UNTRACEABLE as error:
         said.append(_first_line(error))
         return None
     finally:
         for handle in handles:
             handle.remove()
+    said += [reason] if reason else []
     return recorder
 
 
@@ -192,23 +210,27 @@ def _numbers(indices: list[int]) -> str:
     return f"{{{listed}}}" if len(indices) <= 4 else f"{{{len(indices)} of {first}..{last}}}"
 
 
-def _look(model: Any) -> str | None:
-    """One blank picture through the vision tower; the reason where that cannot be done."""
+def _blank_picture(model: Any) -> tuple[Any, torch.Tensor | None, str]:
+    """(what looks at pictures, a blank one, why there is none); nothing of these for a model that does not see."""
     config = getattr(getattr(model, "config", None), "vision_config", None)
     if config is None:
-        return None
+        return None, None, ""
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     inner = getattr(model, "model", None)
     look = getattr(model, "get_image_features", None) or getattr(inner, "get_image_features", None)
     if look is None or not isinstance(size, int | list | tuple):
-        return "the vision tower takes pictures of no fixed size: its operators are not among these"
+        return None, None, f"{UNSEEN}: it takes pictures of no fixed size"
     rows, columns = (size, size) if isinstance(size, int) else size
-    pixels = torch.zeros(1, channels, rows, columns, dtype=model.dtype)
+    return look, torch.zeros(1, channels, rows, columns, dtype=model.dtype), ""
+
+
+def _look(look: Any, pixels: torch.Tensor) -> str:
+    """One picture through the vision tower; why that could not be done."""
     try:
         look(pixel_values=pixels)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return f"the vision tower was not traced, its operators are not among these: {_first_line(error)}"
-    return None
+    except UNTRACEABLE as error:
+        return f"{UNSEEN}: {_first_line(error)}"
+    return ""
 
 
 def _first_line(error: Exception) -> str:
@@ -227,7 +249,7 @@ def _tell(draft: Draft, recorder: _Recorder, said: list[str]) -> None:
         detail=", ".join(missing[:6]),
     )
     for reason in said:
-        if reason.startswith("the vision tower"):
+        if reason.startswith(UNSEEN):
             draft.check("pictures are traced as well", None, detail=reason)
     for what in ("flops", "bytes"):
         native = sum(row[f"share_of_{what}"] for row in rows if row["status"] == "native")

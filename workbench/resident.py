@@ -96,20 +96,21 @@ def _fits(stored: StoredFormat, group: list[tuple[Param, Local]]) -> bool:
 def resident_finding(
     spec: ModelSpec, stored: StoredFormat, found: Plan, cache_dtype: str, full_window: bool
 ) -> tuple[int, Finding]:
-    """Bytes of weights on the fullest rank of a plan once they are loaded, and what that means for it."""
+    """Bytes of weights on the rank that has most of a plan once they are loaded, and what that means for it."""
     held = Resident(stored, spec, found.mesh, kept_roles("auto", GPU)[0])
     element_bytes = DTYPE_BITS[cache_dtype] // 8
     layouts = Layouts(spec, held, found.cluster, found.usable_bytes, found.context, element_bytes, full_window)
-    worst = fullest(layouts.ranks(found.mesh, found.concurrency))
-    fits = worst.total <= found.usable_bytes
+    ranks = layouts.ranks(found.mesh, found.concurrency)
+    heaviest = max(rank.weight_bytes for rank in ranks)  # not always of the rank that is fullest with its cache
+    fits = fullest(ranks).total <= found.usable_bytes
     kept = f"{_words(held.roles)} stay packed, the rest is unpacked" if held.roles else "they are unpacked"
     say = note if fits else warning
-    return worst.weight_bytes, say(
+    return heaviest, say(
         "unpacked-weights",
         f"weights are counted as stored; when this engine loads them {kept} to {spec.dtype}"
         + ("" if fits else ", and then the largest rank does not fit"),
         expected=f"{found.weight_bytes_per_device:,} bytes on the largest rank, as stored",
-        found=f"{worst.weight_bytes:,} bytes as loaded",
+        found=f"{heaviest:,} bytes as loaded",
         next="nothing to do" if fits else "use more devices, or an engine that computes with packed weights",
     )
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from firstlight.workbench.coverage import OUTSIDE, TOKENS, coverage, trace
+from firstlight.workbench.coverage import OUTSIDE, TOKENS, UNSEEN, coverage, trace
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.served import served
 
@@ -38,6 +39,23 @@ def test_experts_and_latent_attention_are_seen(checkpoint: Callable[[str], Path]
     kinds = {row["layers"] for row in rows}
     assert {"model.layers.0", "model.layers.{1..2}", OUTSIDE} == kinds
     assert {row["layers"] for row in rows if row["served_by"] == "moe"} == {"model.layers.{1..2}"}
+
+
+def test_pictures_are_traced_where_their_size_is_fixed(checkpoint: Callable[[str], Path]) -> None:
+    """A blank picture goes through the tower."""
+    report = covered(checkpoint("llava-clip"))
+    assert any("vision_tower" in row["layers"] for row in report.tables["operator_coverage"])
+    assert [check.name for check in report.checks] == ["no operator is missing"]
+
+
+def test_a_tower_that_is_not_traced_is_said_not_to_be_among_the_rows() -> None:
+    strange = Strange(own=False)
+    strange.config = SimpleNamespace(vision_config=SimpleNamespace(patch_size=14))
+    draft = Draft("scan", "strange")
+    with FakeTensorMode():
+        trace(draft, strange)
+    (said,) = [check for check in draft.close().checks if check.status == "skipped"]
+    assert said.detail.startswith(UNSEEN)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ def test_weights_of_a_device_are_the_measured_ones(planned: Callable[[Mesh], Rep
     assert found["weight_bytes_per_device"] / 2**30 == pytest.approx(191.81, abs=5e-3)
 
 
+def test_weights_as_loaded_are_those_of_the_heaviest_rank() -> None:
+    """With a long context the last stage is the fullest, by its cache; the first one has more weights."""
+    report = plan(FACTS, parse_cluster("8xB300"), Mesh(tp=4, pp=2), context=1 << 20)
+    heaviest = max(row["weight_bytes"] for row in report.tables["ranks"])
+    assert report.tables["ranks"][0]["total_bytes"] < report.tables["ranks"][-1]["total_bytes"]
+    assert report.value("weight_bytes_per_device") == report.value("loaded_weight_bytes_per_device") == heaviest
+
+
 def test_experts_of_a_rank(planned: Callable[[Mesh], Report]) -> None:
     """At ep 8 a rank has 112 experts of each layer: 180.8 GB of packed weights with their scales."""
     (row, *_) = planned(Mesh(ep=8)).tables["ranks"]
