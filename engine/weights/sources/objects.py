@@ -178,7 +178,12 @@ def library() -> ModuleType:
 
 def _stat(meta: Mapping[str, Any]) -> FileStat:
     modified = meta.get("last_modified")
-    return FileStat(meta["size"], meta.get("e_tag") or (modified.isoformat() if modified else None))
+    return FileStat(meta["size"], _etag(meta.get("e_tag")) or (modified.isoformat() if modified else None))
+
+
+def _etag(found: str | None) -> str | None:
+    """An etag in quotes, as in the header of an answer; in Azure's listings there are none."""
+    return found if not found or found.startswith(('"', "W/")) else f'"{found}"'
 
 
 def _words(stat: FileStat) -> str:
