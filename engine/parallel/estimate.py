@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from firstlight.engine.model.spec import LayerSpec, ModelSpec
+from firstlight.engine.model.spec import DenseAndExperts, LayerSpec, ModelSpec
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
@@ -231,7 +231,7 @@ def _summed_over_tp(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     if layer.experts is None:
         return (*mixed, *((hidden,) if layer.ffn is not None else ()))
     if layer.experts.latent is None:
-        return (*mixed, hidden)
+        return (*mixed, hidden, hidden) if isinstance(layer.ffn, DenseAndExperts) else (*mixed, hidden)
     return (*mixed, _routed_width(layer, hidden), *((hidden,) if layer.experts.shared else ()))
 
 

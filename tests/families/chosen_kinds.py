@@ -94,6 +94,17 @@ TINY: dict[str, Tiny] = {
         40,
     ),
     "gemma4-own-inputs": Tiny(_gemma4(hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB)),
+    "gemma4-experts": Tiny(
+        _gemma4(
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=20,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+        )
+    ),
     "gemma4-shared-keys": Tiny(
         _gemma4(
             num_hidden_layers=5,
@@ -120,6 +131,7 @@ TINY: dict[str, Tiny] = {
 MESHES: dict[str, tuple[str, ...]] = {
     "bloom": ("tp2 pp2", "tp3"),
     "falcon-alibi": ("tp2 pp2",),
+    "gemma4-experts": ("tp2 ep2", "pp2"),
     "gemma4-own-inputs": ("tp2 pp2",),
     "gemma4-shared-keys": ("tp2", "pp2"),
     "minimax_m3": ("tp2 ep2", "pp2", "tp4"),

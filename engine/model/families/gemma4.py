@@ -1,4 +1,4 @@
-"""Gemma 4 (text, dense): wider heads where layers see everything, whose keys may be their values and of which only the
+"""Gemma 4 (text): wider heads where layers see everything, whose keys may be their values and of which only the
 fastest frequencies turn; inputs of a layer's own; last layers over the keys of earlier ones; a learned factor.
 """
 
@@ -11,6 +11,7 @@ from firstlight.engine.model.families.common import (
     ATTENTION,
     DENSE,
     ENDS,
+    POST,
     QK_NORM,
     SANDWICH,
     SANDWICH_NORMS,
@@ -24,8 +25,17 @@ from firstlight.engine.model.families.common import (
     silent_rope,
 )
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.gemma4_experts import BESIDE, experts
 from firstlight.engine.model.rules import WeightRule, ignored, rule
-from firstlight.engine.model.spec import Attention, ModelSpec, Norm, PerLayerGate, PerLayerInputs
+from firstlight.engine.model.spec import (
+    Attention,
+    DenseAndExperts,
+    FeedForward,
+    ModelSpec,
+    Norm,
+    PerLayerGate,
+    PerLayerInputs,
+)
 
 
 def _windows(config: Config) -> list[int | None]:
@@ -63,22 +73,16 @@ ROPE = {
 
 def spec(config: Config) -> ModelSpec:
     silent_rope(config, **ROPE)
-    config.only("enable_moe_block", False, default=False)
     config.only("use_bidirectional_attention", "vision", None, default=None)
-    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        config.get(key)  # of what was just refused
     norm, windows, bias = rms(config), _windows(config), bool(config.get("attention_bias", False))
     owners, act = _owners(config, windows), activation(config, "hidden_activation", "gelu_pytorch_tanh")
     feed_forward = mlp(config, activation=act)
     wide = 2 if config.get("use_double_wide_mlp", False) else 1
     wider = msgspec.structs.replace(feed_forward, intermediate=feed_forward.intermediate * wide)
+    beside = experts(config, norm, act)
     width = int(config.get("hidden_size_per_layer_input", 256))
-    inputs = PerLayerInputs(
-        layers=len(windows),
-        width=width,
-        vocab_size=int(config.get("vocab_size_per_layer_input", 262_144)),
-        norm=norm,
-    )
+    rows = int(config.get("vocab_size_per_layer_input", 262_144))
+    inputs = PerLayerInputs(layers=len(windows), width=width, vocab_size=rows, norm=norm)
 
     def attention(index: int) -> Attention:
         near = windows[index] is not None
@@ -99,17 +103,20 @@ def spec(config: Config) -> ModelSpec:
             keys_of=owners[index],
         )
 
+    takes_in = PerLayerGate(width=width, activation=act, norm=norm)
+
+    def fed(index: int) -> FeedForward:
+        dense = feed_forward if owners[index] is None else wider
+        return dense if beside is None else DenseAndExperts(dense=dense, experts=beside, norm=norm)
+
     return decoder(
         config,
         "gemma4",
         attention,
-        lambda i: feed_forward if owners[i] is None else wider,
+        fed,
         norm=norm,
-        norms=SANDWICH,
-        layer={
-            "output_scale": True,
-            "per_layer": PerLayerGate(width=width, activation=act, norm=norm) if width else None,
-        },
+        norms=SANDWICH if beside is None else ("mixer_norm", *POST),
+        layer={"output_scale": True, "per_layer": takes_in if width else None},
         per_layer=inputs if width else None,
         tie_default=True,
         embed_scale=config.size("hidden_size") ** 0.5,
@@ -117,9 +124,9 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def unused_keys(config: Config) -> tuple[WeightRule, ...]:
-    """Releases store keys and values of layers that attend to others' all the same."""
-    found: list[WeightRule] = []
+def by_layers(config: Config) -> tuple[WeightRule, ...]:
+    """Names that mean another place beside experts; keys and values of layers that attend to others' all the same."""
+    found: list[WeightRule] = list(BESIDE if config.get("enable_moe_block", False) else ())
     for index, owner in enumerate(_owners(config, _windows(config))):
         if owner is not None:
             name = f"(model.|)layers.{index}.self_attn.(k_proj|v_proj|k_norm|v_norm)."
@@ -139,4 +146,4 @@ _INPUTS = (
 )
 SCALE = rule(_L + "layer_scalar", "layers.{i}.output_scale")
 RULES = (*ENDS, *ATTENTION, *QK_NORM, *DENSE, *SANDWICH_NORMS, *_INPUTS, SCALE)
-FAMILY = Family(name="gemma4", model_types=("gemma4_text",), spec=spec, rules=RULES, left_out=unused_keys)
+FAMILY = Family(name="gemma4", model_types=("gemma4_text",), spec=spec, rules=RULES, left_out=by_layers)

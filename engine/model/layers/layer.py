@@ -12,6 +12,7 @@ from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
 from firstlight.engine.model.layers.attention import Attention
 from firstlight.engine.model.layers.compressed import CompressedAttention
+from firstlight.engine.model.layers.dense_and_experts import DenseAndExperts
 from firstlight.engine.model.layers.gated_delta import GatedDelta
 from firstlight.engine.model.layers.lightning import Lightning
 from firstlight.engine.model.layers.mamba import Mamba
@@ -38,7 +39,7 @@ MIXERS = {  # one line a block
     specs.ShortConv: ShortConv,
     specs.SideBySide: SideBySide,
 }
-FEED_FORWARDS = {specs.MLP: MLP, specs.MoE: MoE}
+FEED_FORWARDS = {specs.MLP: MLP, specs.MoE: MoE, specs.DenseAndExperts: DenseAndExperts}
 
 
 class Layer:

@@ -39,9 +39,10 @@ class MoE:
         self._shared_bias_H = weights.maybe("shared.down.bias")
         self._shared_gate_1H = weights.maybe("shared_gate.weight")
 
-    def __call__(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x_TH: Tensor, batch: ForwardBatch, chosen_by_TH: Tensor | None = None) -> Tensor:
+        """`chosen_by_TH`: what the router reads, where that is not x."""
         tp = batch.comms.tp
-        weights_Tk, ids_Tk = self._routing(x_TH, batch)
+        weights_Tk, ids_Tk = self._routing(x_TH if chosen_by_TH is None else chosen_by_TH, batch)
         seen_TZ = x_TH if self._latent is None else self._latent.enter(x_TH)
         if batch.division is not None and batch.division.over_experts:
             out_TH = self._exchanged(seen_TZ, ids_Tk, weights_Tk, batch)

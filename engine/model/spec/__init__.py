@@ -18,6 +18,7 @@ from firstlight.engine.model.spec.chain import (
     Step,
 )
 from firstlight.engine.model.spec.compressed import CompressedAttention, Compressor, SpanIndexer
+from firstlight.engine.model.spec.dense_and_experts import DenseAndExperts
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.layer import Blend, FeedForward, LayerSpec, Mixer
 from firstlight.engine.model.spec.lightning import Lightning
@@ -59,6 +60,7 @@ __all__ = [
     "CompressedAttention",
     "Compressor",
     "DeepFeatures",
+    "DenseAndExperts",
     "FeedForward",
     "GatedDelta",
     "GatedStep",

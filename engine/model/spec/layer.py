@@ -9,6 +9,7 @@ import msgspec
 from firstlight.engine.model.spec.attention import Attention
 from firstlight.engine.model.spec.cache import CacheSpec
 from firstlight.engine.model.spec.compressed import CompressedAttention
+from firstlight.engine.model.spec.dense_and_experts import DenseAndExperts
 from firstlight.engine.model.spec.gated_delta import GatedDelta
 from firstlight.engine.model.spec.lightning import Lightning
 from firstlight.engine.model.spec.mamba import Mamba
@@ -28,7 +29,7 @@ from firstlight.engine.model.spec.side_by_side import SideBySide
 Mixer = Attention | CompressedAttention | GatedDelta | Lightning | MLA | Mamba | Mamba2 | RgLru | ShortConv | SideBySide
 
 
-FeedForward = MLP | MoE
+FeedForward = MLP | MoE | DenseAndExperts
 
 
 class Blend(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +95,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def experts(self) -> MoE | None:
         """Its mixture of experts, if it has one."""
+        if isinstance(self.ffn, DenseAndExperts):
+            return self.ffn.experts
         return self.ffn if isinstance(self.ffn, MoE) else self.shortcut
 
     @property

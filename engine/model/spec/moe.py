@@ -17,7 +17,9 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     """How experts are chosen and weighted for a token; see `kernels/router_topk` for the exact order of steps.
 
     `float32`: the router's logits are computed in float32 from the weight as stored, plus a `bias` of their own, bent
-    by `logit_softcap` tanh(logit / logit_softcap). `hashed` > 0: a table of so many token ids names the experts.
+    by `logit_softcap` tanh(logit / logit_softcap). A `norm` stands in front of them, and `logit_scale` multiplies them;
+    with `expert_scale` each expert's weight is multiplied by a learned number. `hashed` > 0: a table of so many token
+    ids names the experts.
     `sparsemixer` takes two experts and uses nothing of the rest but `jitter`.
     """
 
@@ -35,11 +37,18 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     float32: bool = False
     bias: bool = False
     logit_softcap: float | None = None
+    norm: Norm | None = None
+    logit_scale: float = 1.0
+    expert_scale: bool = False
     hashed: int = 0
     jitter: float = 0.0
 
     def parameters(self, scope: Scope, num_experts: int) -> Iterator[Param]:
         yield scope.param("weight", num_experts, scope.hidden, role="router")
+        if self.norm is not None:
+            yield from self.norm.parameters(scope.into("norm"), scope.hidden)
+        if self.expert_scale:
+            yield scope.param("expert_scale", num_experts, role="router")
         if self.bias:
             yield scope.param("bias", num_experts, role="router")
         if self.correction_bias:

@@ -26,7 +26,7 @@ class PerLayerInputs(msgspec.Struct, frozen=True, kw_only=True):
     def parameters(self, scope: Scope) -> Iterator[Param]:
         columns = self.layers * self.width
         yield scope.param("embed.weight", self.vocab_size, columns, role="embedding", place=(Vocab(0),))
-        yield scope.param("project.weight", columns, scope.hidden, role="embedding")
+        yield scope.param("project.weight", columns, scope.hidden, role="mlp")
         yield from self.norm.parameters(scope.into("norm"), self.width)
 
 
