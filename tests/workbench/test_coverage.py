@@ -49,10 +49,10 @@ def test_pictures_are_traced_where_their_size_is_fixed(checkpoint: Callable[[str
 
 
 def test_a_tower_that_is_not_traced_is_said_not_to_be_among_the_rows() -> None:
-    strange = Strange(own=False)
-    strange.config = SimpleNamespace(vision_config=SimpleNamespace(patch_size=14))
     draft = Draft("scan", "strange")
     with FakeTensorMode():
+        strange = Strange(own=False)
+        strange.config = SimpleNamespace(vision_config=SimpleNamespace(patch_size=14))
         trace(draft, strange)
     (said,) = [check for check in draft.close().checks if check.status == "skipped"]
     assert said.detail.startswith(UNSEEN)
