@@ -85,8 +85,18 @@ def read_config(path: str) -> dict[str, Any]:
     """A configuration file as option -> value; unknown keys are refused with the nearest name."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """YAML's safe part, in which a key that stands twice is an error: one of the two would count for nothing."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands twice", node.start_mark)
+            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise Refused(
             fatal(
@@ -106,7 +116,14 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(raw, Mapping):
         raise Refused(
-            fatal("usage", f"{path} holds no settings", file=path, expected="key: value", found=type(raw).__name__)
+            fatal(
+                "usage",
+                f"{path} holds no settings",
+                file=path,
+                expected="key: value",
+                found=type(raw).__name__,
+                next="write one option a line, by its name: dtype: bf16",
+            )
         )
     return dict(_flatten(path, raw))
 
@@ -159,9 +176,9 @@ def _flatten(path: str, raw: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in raw.items():
         name = str(key).replace("-", "_")
         if name in SECTIONS:
-            if not isinstance(value, Mapping):
+            if value is not None and not isinstance(value, Mapping):
                 _refuse_value(path, str(key), f"keys {', '.join(SECTIONS[name])}", value)
-            for inner, inner_value in value.items():
+            for inner, inner_value in (value or {}).items():
                 if str(inner) not in SECTIONS[name]:
                     refuse_unknown(f"key {key}:", str(inner), SECTIONS[name], f"correct {path}", path)
                 yield SECTIONS[name][str(inner)], inner_value

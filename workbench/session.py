@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.face import Face
 from firstlight.workbench.progress import Progress
@@ -70,6 +73,28 @@ def write_json(report: Report, destination: str) -> None:
         sys.stdout.flush()
         return
     write_atomically(Path(destination), report.to_json())
+
+
+def refuse_unwritable(destination: str) -> None:
+    """Refuses a place for the report that cannot be one, before the work whose report it would be."""
+    target = Path(destination)
+    if destination == "-" or (target.exists() and not target.is_dir()):
+        return  # a file that may not be replaced is told when it is written: its folder decides
+    folder = target.parent
+    found = "a directory" if target.is_dir() else "no such folder" if not folder.is_dir() else None
+    if found is None and not os.access(folder, os.W_OK):
+        found = "a folder that may not be written"
+    if found is not None:
+        raise Refused(
+            fatal(
+                "not-found",
+                f"--json {destination!r} cannot be written",
+                file=destination,
+                expected="a file in a folder that exists and may be written, or - for standard output",
+                found=found,
+                next="name another file",
+            )
+        )
 
 
 def namespace_values(arguments: Any) -> dict[str, Any]:

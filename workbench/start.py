@@ -71,12 +71,17 @@ def started(options: EngineOptions, progress: Progress) -> Iterator[AnyHost]:
     try:
         yield host
     except EngineFailed as error:
-        failure = host.health().failure
-        if failure is None or failure.findings:
-            raise
-        raise RankFailure(failure.rank, failure.phase, failure.reason) from error
+        raise told_by(host, error) from error
     finally:
         host.stop()
+
+
+def told_by(host: AnyHost, error: EngineFailed) -> EngineFailed | RankFailure:
+    """An engine that does not answer, by the rank that was lost where its host knows one."""
+    failure = host.health().failure
+    if failure is None or failure.findings:
+        return error
+    return RankFailure(failure.rank, failure.phase, failure.reason)
 
 
 def _watcher(progress: Progress) -> Any:

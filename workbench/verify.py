@@ -118,8 +118,26 @@ def verify(
         for case, verdict in zip(cases, verdicts, strict=True):
             if not verdict.passed:
                 blame(draft, case, verdict, running, options, oracle)
+    _refuse_idle(draft, cases, layers)
     _overall(draft, cases)
     return draft.close()
+
+
+def _refuse_idle(draft: Draft, cases: Sequence[Case], layers: tuple[int, int] | None) -> None:
+    """A report in which nothing was compared would pass."""
+    if any(check.status != "skipped" for check in draft.checks):
+        return
+    held = ", ".join(sorted(set().union(*(case.golden.outputs for case in cases))))
+    raise Refused(
+        fatal(
+            "bad-golden",
+            "nothing was compared" + (f" in layers {layers[0]}:{layers[1]}" if layers is not None else ""),
+            file=cases[0].golden.source,
+            expected="outputs of the layers that are compared, within the context",
+            found="; ".join(filter(None, (held, *(check.detail for check in draft.checks)))),
+            next="compare other layers, or write hidden.0 ... hidden.L as well (output_hidden_states=True)",
+        )
+    )
 
 
 def _overall(draft: Draft, cases: Sequence[Case]) -> None:

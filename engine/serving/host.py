@@ -19,6 +19,9 @@ import psutil
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.inputs import side_files
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.board import BOARD
@@ -31,6 +34,7 @@ from firstlight.engine.settings import child_environment, read_settings
 
 POLL_S = 0.02
 STOP_GRACE_S = 5.0
+VERDICT_S = 2.0
 MOST_RANKS = 256  # of one machine: each is a process, with a line to the supervisor
 CHILD_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",  # forking wants a process without threads
@@ -74,7 +78,7 @@ class Host:
         if http.token is None and (settings.token or make_token):
             http = msgspec.structs.replace(http, token=settings.token or secrets.token_urlsafe(24))
         engine = EngineOptions(checkpoint=str(checkpoint), mesh=mesh or Mesh(), **{"warm_up": True, **options})
-        _refuse_crowd(engine.mesh)
+        _refuse_layout(engine)
         directory = _new_directory(settings.runtime_dir) if run_dir is None else Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / HANDLE).unlink(missing_ok=True)
@@ -137,7 +141,7 @@ class Host:
         if handle.url is None:
             return Health(status="starting", stage="spawn")
         found = self.client().health()
-        return found if found.status != "failed" else self._over(self.refresh()) or found
+        return found if found.status != "failed" else self._verdict() or found
 
     def wait_ready(self, timeout_s: float | None = None, progress: Watcher | None = None) -> EngineClient:
         """Wait until the engine answers; `progress` gets its health meanwhile.
@@ -227,6 +231,13 @@ class Host:
             return Health(status="failed", stage="", failure=failure)
         return None
 
+    def _verdict(self) -> Health | None:
+        """The supervisor's word on an engine that does not answer: moments after its death it knows which rank died."""
+        until_s = time.monotonic() + VERDICT_S
+        while (over := self._over(self.refresh())) is None and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        return over
+
     def _last_words(self) -> str:
         text = (self.run_dir / "host.log").read_text(errors="replace").strip() if self.run_dir.exists() else ""
         return f": {text.splitlines()[-1]}" if text else ""
@@ -263,8 +274,9 @@ def read_handle(run_dir: Path) -> Handle:
         ) from None
 
 
-def _refuse_crowd(mesh: Mesh) -> None:
-    """More ranks than a machine has use for are a slip of the keyboard, and would take all its processes."""
+def _refuse_layout(engine: EngineOptions) -> None:
+    """Refuses what no rank could do before there are any: each would be a process that finds it out by itself."""
+    mesh = engine.mesh
     if mesh.world_size > MOST_RANKS:
         raise Refused(
             fatal(
@@ -275,6 +287,11 @@ def _refuse_crowd(mesh: Mesh) -> None:
                 next="use a smaller mesh, or start the ranks on several machines through a launcher (torchrun)",
             )
         )
+    try:
+        spec, _ = FAMILIES.describe(side_files.read_json(Path(engine.checkpoint) / side_files.CONFIG))
+    except Refused:
+        return  # the ranks know more: the other files, and who else may compute it
+    refuse_impossible(spec, mesh)
 
 
 def _new_directory(runtime_dir: Path) -> Path:

@@ -15,6 +15,7 @@ from firstlight.engine.parallel.rows import EXCHANGES
 from firstlight.engine.serving.scheduler import Limits
 
 GPU_PAGE_SIZE = 64
+MOST_THREADS = 1024  # beyond it systems refuse, each in its own words
 DEFAULT_CONTEXT = {"cpu": 2048, "cuda": 32768}
 DEFAULT_BUDGET = {"cpu": 512, "cuda": 8192}
 
@@ -66,6 +67,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise _bad("expert_exchange", ", ".join(EXCHANGES), self.expert_exchange)
         if self.packed not in WISHES:
             raise _bad("packed", "auto, always or never", self.packed)
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise _bad("threads", f"1 to {MOST_THREADS}", str(self.threads))
         if self.max_batch < 1:
             raise _bad("max_batch", "at least 1", str(self.max_batch))
 

@@ -66,7 +66,12 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("generate", "x", "--prompt", "a", "--backend", "nccl", "--device", "cpu"), "does not go with"),
         (("generate", "x", "--prompt", "a", "--device", "cpu", "--device-ids", "0,1"), "device ids name GPUs"),
         (("generate", "x", "--prompt", "a", "--device-ids", "a"), "'a' is not a list of device numbers"),
+        (("generate", "x", "--prompt", "a", "--threads", "100000"), "threads is not possible"),
         (("verify", "x", "--layers", "5"), "'5' is not A:B"),
+        (("verify", "x", "--limit", "nan"), "'nan' is not a number between 0 and 1"),
+        (("verify", "x", "--limit", "2"), "'2' is not a number between 0 and 1"),
+        (("scan", "x", "--json", "no/such/dir/r.json"), "'no/such/dir/r.json' cannot be written"),
+        (("scan", "x", "--json", "."), "'.' cannot be written"),
         (("serve", "x", "--host", "0.0.0.0"), "without a token"),
         (("scan", "no/such/dir"), "not a checkpoint directory"),
         (("scan", "ftp://host/model"), "ftp:// is not read"),
@@ -189,6 +194,8 @@ def test_a_configuration_file_sets_what_flags_do_not(tmp_path: Path, capsys: pyt
         ("force: perhaps", "force has a value that cannot be used"),
         ("[1, 2]", "holds no settings"),
         ("a: b: c", "is not YAML"),
+        ("dtype: bf16\ndtype: f32", "'dtype' stands twice"),
+        ("mesh: {tp: 1, tp: 2}", "'tp' stands twice"),
         ("json: x", "unknown key 'json'"),
     ],
 )
@@ -200,6 +207,22 @@ def test_configuration_files_are_checked_as_flags_are(
     status, _, err = say(capsys, "plan", FACTS, "--cluster", "8xH200", "--config", str(file))
     assert status == 2
     assert "".join(said.format(file=file).split()) in "".join(err.split())
+
+
+def test_a_section_without_keys_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("mesh:\ncache: {}\ndtype:\n")
+    assert say(capsys, "plan", FACTS, "--cluster", "64xH200", "--config", str(file), "-q")[0] == 0
+
+
+def test_who_names_gpus_is_not_given_a_cpu(
+    checkpoint: Get, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # put back afterwards
+    for verb in ("load", "profile"):
+        status, _, err = say(capsys, verb, str(checkpoint("llama")), "--device-ids", "7")
+        assert status == 2
+        assert "no CUDA device" in " ".join(err.split())
 
 
 def test_one_file_serves_verbs_that_lack_some_of_its_keys(

@@ -186,6 +186,20 @@ def test_nan_in_a_weight_is_placed(checkpoint: Get, golden_file: Get, tmp_path: 
     assert any("layer 1" in one.message for one in report.findings if one.code == "wrong-numbers")
 
 
+@pytest.mark.parametrize(
+    ("kept", "layers", "steps"),
+    [("logits", (0, 1), 1), ("hidden.0", (1, 2), 1), ("generated", None, 0), ("generated", None, 9999)],
+)
+def test_nothing_compared_is_nothing_passed(
+    kept: str, layers: tuple[int, int] | None, steps: int, checkpoint: Get, golden_file: Get, tmp_path: Path
+) -> None:
+    whole = read(golden_file("llama"))
+    value = np.tile(np.asarray(whole[kept]), (1, steps)) if kept == "generated" else whole[kept]
+    write(tmp_path / "golden", {"input_ids": whole["input_ids"], kept: value})
+    with pytest.raises(Refused, match="nothing was compared"):
+        check(checkpoint("llama"), tmp_path / "golden", layers=layers)
+
+
 def test_some_layers_only(checkpoint: Get, golden_file: Get, tmp_path: Path) -> None:
     home = changed(checkpoint("llama-tied"), tmp_path / "w", scale("model.layers.2.mlp.down_proj.weight", 1.5))
     report = check(home, golden_file("llama-tied"), layers=(0, 2))

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         arguments.checkpoint,
         mesh,
         dtype=arguments.dtype,
-        device=options.device_of(arguments),
+        device=options.devices_of(arguments),
         threads=arguments.load_threads,
         reader=arguments.reader,
         hashes=arguments.hash,

@@ -175,11 +175,10 @@ def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
     """The engine's options as asked for on the command line."""
     from firstlight.engine.serving.options import EngineOptions
 
-    _choose_devices(arguments)
     values = {
         "checkpoint": arguments.checkpoint,
         "mesh": mesh_of(arguments),
-        "device": device_of(arguments),
+        "device": devices_of(arguments),
         "dtype": arguments.dtype,
         "max_context": arguments.max_context,
         "max_batch": arguments.max_batch,
@@ -228,11 +227,15 @@ def device_of(arguments: argparse.Namespace) -> str:
     return wanted if device == "auto" else device
 
 
-def _choose_devices(arguments: argparse.Namespace) -> None:
-    """Lets this process and the ranks it starts see the GPUs asked for, and no others; before torch looks at them."""
+def devices_of(arguments: argparse.Namespace) -> str:
+    """Where to compute; this process and the ranks it starts see the GPUs asked for, and no others.
+
+    To be called before torch looks at them. Who names GPUs does not want a CPU.
+    """
+    device = device_of(arguments)
     if not arguments.device_ids:
-        return
-    if device_of(arguments) == "cpu":
+        return device
+    if device == "cpu":
         raise Refused(
             fatal(
                 "usage",
@@ -243,6 +246,7 @@ def _choose_devices(arguments: argparse.Namespace) -> None:
             )
         )
     show_devices(arguments.device_ids)
+    return "cuda"
 
 
 def positive(text: str) -> int:
@@ -253,6 +257,17 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def deadline(text: str) -> float:
+    """A time of at least a second, which is twice the period in which ranks show that they live."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 1")
     return value
 
 

@@ -12,6 +12,7 @@ from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session, write_json
 
 LOOK_PERIOD_S = 0.5
+DEADLINE_S = 10.0
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", metavar="P", type=int, default=8000, help="0 takes any free one (default 8000)")
     group.add_argument("--token", metavar="T", help="bearer token that clients must send; needed beyond loopback")
     group.add_argument("--model-name", metavar="NAME", help="what /v1/models calls the model")
+    group.add_argument(
+        "--deadline", metavar="S", type=options.deadline, default=DEADLINE_S, help="silence after which a rank is lost"
+    )
     options.engine(parser)
 
 
@@ -28,9 +32,16 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     """Serves until SIGINT or SIGTERM, or until a rank is lost, which is a failure."""
     from firstlight.engine.errors import RankFailure
     from firstlight.engine.serving.options import HostOptions
-    from firstlight.workbench.start import start_host, start_report
+    from firstlight.engine.serving.stream import EngineFailed
+    from firstlight.workbench.start import start_host, start_report, told_by
 
-    http = HostOptions(host=arguments.host, port=arguments.port, token=arguments.token, model_name=arguments.model_name)
+    http = HostOptions(
+        host=arguments.host,
+        port=arguments.port,
+        token=arguments.token,
+        model_name=arguments.model_name,
+        deadline_s=arguments.deadline,
+    )
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts what is in the background with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     folder = session.run.directory / "engine" if session.run is not None else None
@@ -49,10 +60,12 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             session.run.add(report)
         while (health := host.health()).failure is None and health.status not in ("stopped", "failed"):
             time.sleep(LOOK_PERIOD_S)
-        if health.failure is not None:
+        if (failure := health.failure) is not None:
             time.sleep(http.linger_s)  # as long as the host tells whoever asks for /health which rank it was
-            raise RankFailure(health.failure.rank, health.failure.phase, health.failure.reason)
+            raise RankFailure(failure.rank, failure.phase, failure.reason)
         return report
+    except EngineFailed as error:
+        raise told_by(host, error) from error
     finally:
         session.face.settle()
         host.stop()

@@ -15,7 +15,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--golden", metavar="FILE", help="a safetensors file of inputs and what they give")
     against.add_argument("--reference", metavar="NAME", help="transformers (the default without --golden)")
     parser.add_argument("--layers", metavar="A:B", type=layers, help="compare layers A up to, not including, B")
-    parser.add_argument("--limit", metavar="X", type=float, help="relative max-abs that passes, instead of the default")
+    parser.add_argument(
+        "--limit", metavar="X", type=options.tolerance, help="relative max-abs that passes, instead of the default"
+    )
     parser.add_argument(
         "--streamed",
         action="store_true",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -195,9 +196,16 @@ def test_what_a_rank_refuses_reaches_the_owner(checkpoint: Get, tmp_path: Path) 
             host.wait_ready(READY_S, lambda health: stages.append(health.stage))
         assert caught.value.findings[0].code == "truncated-shard"
         assert host.health().status == "failed"
-    with Host.start(path, Mesh(tp=3), run_dir=tmp_path / "three") as host, pytest.raises(Refused) as caught:
-        host.wait_ready(READY_S)
-    assert caught.value.findings[0].code == "indivisible"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "code"), [(Mesh(tp=3), "indivisible"), (Mesh(pp=50), "indivisible"), (Mesh(dp=1_000_000), "usage")]
+)
+def test_an_impossible_layout_starts_no_process(checkpoint: Get, tmp_path: Path, mesh: Mesh, code: str) -> None:
+    with pytest.raises(Refused) as caught:
+        Host.start(checkpoint("llama"), mesh, run_dir=tmp_path / "run")
+    assert caught.value.findings[0].code == code
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_start_is_shown_by_stages(checkpoint: Get, tmp_path: Path) -> None:
@@ -267,15 +275,17 @@ raise SystemExit(serve_launched(options, HostOptions(deadline_s=2.0, beat_period
 """
 
 
-def launched(path: Path, port: int) -> list[subprocess.Popen[str]]:
-    """Two ranks with the environment that a launcher gives them, and no supervisor."""
+def launched(port: int, *paths: Path) -> list[subprocess.Popen[str]]:
+    """Two ranks with the environment that a launcher gives them, and no supervisor; of two hosts, if paths differ."""
     return [
         subprocess.Popen(
-            [sys.executable, "-c", LAUNCHED, str(path)],
+            [sys.executable, "-c", LAUNCHED, str(paths[rank])],
             env={
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2" if paths[0] == paths[1] else "1",
+                "LOCAL_RANK": str(rank) if paths[0] == paths[1] else "0",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             },
@@ -286,12 +296,38 @@ def launched(path: Path, port: int) -> list[subprocess.Popen[str]]:
     ]
 
 
-def test_ranks_of_a_launcher_serve_watch_and_leave(checkpoint: Get) -> None:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def test_hosts_with_different_copies_of_a_checkpoint_are_refused(checkpoint: Get, tmp_path: Path) -> None:
+    """Of the same names, shapes and sizes: a stale copy, which would give numbers that are nobody's."""
+    stale = shutil.copytree(checkpoint("llama"), tmp_path / "stale")
+    shard = next(stale.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    ranks = launched(free_port(), checkpoint("llama"), stale)
+    try:
+        assert ranks[0].stderr is not None
+        said = ranks[0].stderr.read()
+        assert ranks[0].wait(30) == 1
+        assert ranks[1].wait(30) == 0, "it was told to leave"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    ranks[0].stderr.close()
+    assert f"the checkpoint on host {socket.gethostname()} (rank 1) is not the one that rank 0 has" in said
+    assert "the bytes of the shards differ" in said
+
+
+def test_ranks_of_a_launcher_serve_watch_and_leave(checkpoint: Get) -> None:
+    port = free_port()
     for end in ("stop", "lost"):
-        ranks = launched(checkpoint("llama"), port)
+        ranks = launched(port, *2 * [checkpoint("llama")])
         try:
             assert ranks[0].stderr is not None
             url = next(line.strip() for line in ranks[0].stderr if line.startswith("http"))
