@@ -94,7 +94,7 @@ def errors(rows: Sequence[Row], limit: float | None = None) -> Figure:
                 "marker": {"size": 6},
             }
         )
-    yaxis = {"type": "log", "title": {"text": "relative max-abs"}, "exponentformat": "power"}
+    yaxis = {"type": "log", "title": {"text": "relative max-abs"}, "exponentformat": "power", "dtick": 1}
     return {"data": traces, "layout": _layout(330, xaxis={"type": "category"}, yaxis=yaxis)}
 
 
@@ -135,7 +135,9 @@ def timeline(rows: Sequence[Row], phase: str) -> Figure:
     """Blocks and collectives of one step, a lane a rank and kind: rows of `profile`'s table `timeline`."""
     mine = [row for row in rows if row["phase"] == phase]
     lanes = list(
-        dict.fromkeys((row["rank"], row["kind"]) for row in sorted(mine, key=lambda r: (r["rank"], r["kind"])))
+        dict.fromkeys(
+            (row["rank"], row["kind"]) for row in sorted(mine, key=lambda r: (r["rank"], r["kind"] != "compute"))
+        )
     )
     traces = []
     for kind, key in (("compute", "compute"), ("collective", "communication")):
@@ -145,7 +147,7 @@ def timeline(rows: Sequence[Row], phase: str) -> Figure:
                 "type": "bar",
                 "orientation": "h",
                 "name": "blocks" if kind == "compute" else "collectives, waiting included",
-                "y": [f"rank {row['rank']} {'blocks' if kind == 'compute' else 'collectives'}" for row in of_kind],
+                "y": [_lane(row["rank"], kind) for row in of_kind],
                 "base": [row["start_ms"] for row in of_kind],
                 "x": [row["duration_ms"] for row in of_kind],
                 "marker": {"color": COLOURS[key], "line": {"width": 0.5, "color": "rgba(255,255,255,.5)"}},
@@ -160,10 +162,19 @@ def timeline(rows: Sequence[Row], phase: str) -> Figure:
     layout = _layout(
         90 + 34 * max(1, len(lanes)),
         xaxis={"title": {"text": "ms since the step began"}},
-        yaxis={"type": "category", "autorange": "reversed"},
+        yaxis={
+            "type": "category",
+            "autorange": "reversed",
+            "categoryorder": "array",
+            "categoryarray": [_lane(rank, kind) for rank, kind in lanes],
+        },
         barmode="overlay",
     )
     return {"data": traces, "layout": layout}
+
+
+def _lane(rank: int, kind: str) -> str:
+    return f"rank {rank} {'blocks' if kind == 'compute' else 'collectives'}"
 
 
 def loading(events: Sequence[tuple[str, float, float]], unit_bytes: float = 2**20) -> Figure:
@@ -221,7 +232,7 @@ def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
             {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [limit / 2**20] * len(places)}
             | {"line": line}
         )
-    yaxis = {"title": {"text": "MiB/s"}, "type": "log", "exponentformat": "none"}
+    yaxis = {"title": {"text": "MiB/s"}, "type": "log", "exponentformat": "none", "dtick": 1}
     return {"data": traces, "layout": _layout(280, xaxis={"type": "category"}, yaxis=yaxis, barmode="group")}
 
 

@@ -12,7 +12,7 @@ from firstlight.workbench.render import words
 from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Metric
 
-SHORT = 28  # characters that stay on one line
+SHORT = 36  # characters that stay on one line
 MOST_ROWS = 500
 STATUSES = ("passed", "failed", "refused", "skipped")
 
@@ -30,6 +30,12 @@ def card(title: str, body: str, kind: str = "") -> str:
     """`kind` is a class name of ours, such as `alarm`."""
     head = f"<h2>{said(title)}</h2>" if title else ""
     return f'<section class="card {kind}">{head}{body}</section>'
+
+
+def named(name: str, body: str) -> str:
+    """A card of a report's table, by the table's name."""
+    head = words.heading(name)
+    return card(head[:1].upper() + head[1:], body)
 
 
 def nothing(text: str) -> str:
@@ -69,7 +75,7 @@ def _measured(name: str, metric: Metric) -> str:
     value, unit = metric.value, metric.unit
     if unit in ("share", "x") and "share" in (unit, *name.split("_")) and isinstance(value, int | float):
         return words.quantity(100.0 * value, "%")
-    return words.quantity(value, "" if unit == words.heading(name) else unit)
+    return words.quantity(value, "" if words.heading(name).endswith(unit) else unit)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, most: int = MOST_ROWS) -> str:
@@ -90,8 +96,12 @@ def _in_words(column: str, value: Any) -> str:
     """A value by its column's name: rates of bytes with prefixes, shares as percentages, else as everywhere."""
     if words.is_number(value) and column.endswith("_bytes_per_s"):
         return words.quantity(value, "B/s")
-    if words.is_number(value) and (column.startswith("share_") or column == "overlapped"):
+    if words.is_number(value) and column.startswith("share_"):
         return words.quantity(100.0 * value, "%")
+    if words.is_number(value) and (column.endswith("_of_limit") or column == "overlapped"):
+        return words.quantity(value, "%")
+    if words.is_number(value) and column.endswith("_s") and 0 < abs(value) < 1e-3:
+        return words.quantity(1e6 * value, "us")
     return words.cell(column, value)
 
 

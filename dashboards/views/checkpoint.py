@@ -11,7 +11,6 @@ from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
 from firstlight.dashboards.views.view import Page, column, pane, put
 from firstlight.workbench.ledger_file import LedgerFile
-from firstlight.workbench.render import words
 
 PAGE_ROWS = 200
 
@@ -67,7 +66,7 @@ class Checkpoint:
             ),
         )
         names = [name for name in scan.tables if scan.tables[name]]
-        put(self._rest, html.page(*(html.card(words.heading(n), html.table(scan.tables[n])) for n in names)))
+        put(self._rest, html.page(*(html.named(n, html.table(scan.tables[n])) for n in names)))
         self._file = LedgerFile.of(snapshot.directory)
         self._draw_ledger()
 

@@ -115,7 +115,7 @@ def devices(snapshot: Snapshot, sparks: Sparks) -> str:
     newest_s = max(trail.last.time_s for trails in by_device.values() for trail in trails)
     first = sorted(by_device.items(), key=lambda item: not any(trail.last.alarm for trail in item[1]))  # alarms
     cards = [_device(device, trails, newest_s, sparks) for device, trails in first]
-    return f'<div class="grid">{"".join(cards)}</div>'
+    return f'<div class="columns">{"".join(cards)}</div>'
 
 
 def _device(device: str, trails: list[Trail], newest_s: float, sparks: Sparks) -> str:

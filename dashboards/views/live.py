@@ -62,7 +62,9 @@ class Live:
         controls = pn.FlexBox(
             self._send, self._stop, self._tokens, self._temperature, self._seed, margin=0, align_items="end"
         )
-        picture = column(pn.pane.HTML("Picture (optional)", stylesheets=[FIELDS], margin=(4, 5, 0, 5)), self._picture)
+        picture = column(
+            pn.pane.HTML("<label>Picture (optional)</label>", stylesheets=[FIELDS], margin=(4, 5, 0, 10)), self._picture
+        )
         return column(self._state, self._turns, self._text, picture, controls, self._inside)
 
     def draw(self, snapshot: Snapshot) -> None:

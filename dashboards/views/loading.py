@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import panel as pn
@@ -14,6 +15,7 @@ from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.render import words
 
 RUNGS = ("load", "start")
+READ_AHEAD = "A layer that was read ahead, or lies in the system's page cache, comes faster than the source gives."
 TITLES = {"ranks": "By rank", "memory": "By role", "by_layer": "By layer"}
 
 
@@ -23,6 +25,7 @@ class Loading:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._top, self._rates, self._plot, self._step, self._rest = pane(), plot(), plot(280), pane(), pane()
+        self._rates_note = pane(html.page(html.nothing(READ_AHEAD)))
         self._rates_title, self._plot_title = heading("Rate by layer, as it came"), heading("Bytes over time")
         self._replay = pn.widgets.IntSlider(
             name="Replay: event", value=0, start=0, end=1, stylesheets=[FIELDS], sizing_mode="stretch_width"
@@ -36,6 +39,7 @@ class Loading:
             self._top,
             self._rates_title,
             self._rates,
+            self._rates_note,
             self._plot_title,
             self._plot,
             self._replay,
@@ -59,13 +63,13 @@ class Loading:
         rows = load.tables.get("by_layer", []) if load is not None else []
         limit = load.metrics["source_limit"].value if load is not None and "source_limit" in load.metrics else None
         bars = figures.layer_rates(rows, limit if isinstance(limit, int | float) else None)
-        self._rates_title.visible = bars is not None
+        self._rates_title.visible = self._rates_note.visible = bars is not None
         show(self._rates, bars)
         self._replay.visible = self._step.visible = len(self._events) > 1
         self._replay.end = max(1, len(self._events) - 1)
         self._draw_step()
         tables = {name: found for name, found in load.tables.items() if found} if load is not None else {}
-        cards = (html.card(TITLES.get(name, words.heading(name)), html.table(tables[name])) for name in tables)
+        cards = (html.named(TITLES.get(name, name), html.table(_without_roles(name, tables))) for name in tables)
         put(self._rest, html.page(*cards))
 
     def _summary(self, snapshot: Snapshot) -> str:
@@ -106,6 +110,12 @@ def _last_attempt(events: list[ProgressEvent]) -> list[ProgressEvent]:
         done[key] = event.done
         kept.setdefault(event.rung, []).append(event)
     return [event for found in kept.values() for event in found]
+
+
+def _without_roles(name: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows by rank without the bytes of each role, which stand by role below and by rank in Memory."""
+    roles = {f"{row.get('role')}_bytes" for row in tables.get("memory", ())} if name == "ranks" else set()
+    return [{key: value for key, value in row.items() if key not in roles} for row in tables[name]]
 
 
 def _points(events: list[ProgressEvent]) -> list[tuple[str, float, float]]:

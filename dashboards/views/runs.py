@@ -60,7 +60,7 @@ class Runs:
             self._list,
             html.page(
                 html.card(
-                    f"{len(runs):,} runs in {self._page.store.root.name}",
+                    f"{words.quantity(len(runs), 'runs')} in {self._page.store.root.name}",
                     html.table(rows) if rows else html.nothing("no runs yet"),
                 )
             ),

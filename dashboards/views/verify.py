@@ -10,7 +10,6 @@ from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
 from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
-from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
 
 
@@ -80,7 +79,7 @@ class Verify:
         put(
             self._rest,
             html.page(
-                *(html.card(words.heading(name), html.table(report.tables[name])) for name in others),
+                *(html.named(name, html.table(report.tables[name])) for name in others),
                 html.card("Checks", html.table(checks)),
             ),
         )

@@ -26,8 +26,7 @@ class SystemSource:
 
     def __init__(self) -> None:
         self._rates = Rates()
-        psutil.cpu_percent()  # the first call has nothing to compare with and would say 0
-        self._since_s = time.monotonic()
+        self._since_s: float | None = None  # psutil compares with the last call of the same thread, and says 0 without
         self._read_s: dict[str, float] = {}
 
     def _is_due(self, part: str, time_s: float, every_s: float) -> bool:
@@ -38,7 +37,10 @@ class SystemSource:
 
     def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
         make = Maker(self.name, time_s, step)
-        if time.monotonic() - self._since_s < SHORTEST_S:  # too short a time to be busy or idle in
+        if self._since_s is None or time.monotonic() - self._since_s < SHORTEST_S:  # too short to be busy or idle in
+            if self._since_s is None:
+                self._since_s = time.monotonic()
+                psutil.cpu_percent()
             yield make.none("host", "cpu_utilisation", "%", FIRST)
         else:
             yield make.value("host", "cpu_utilisation", "%", psutil.cpu_percent())
