@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.image_kinds.kind import ImageKind
 from firstlight.engine.inputs.image_kinds.registry import CLASS_OF_MODEL_TYPE, IMAGE_KINDS, kind_of
@@ -95,7 +95,11 @@ def read_constants(
         file=str(path),
         values=values,
         constants=tuple(constants),
-        findings=(*_conflicts(directory, path, config, kind), *(f for f in findings if _is_used(f, values))),
+        findings=(
+            *_conflicts(directory, path, config, kind),
+            *(f for f in findings if _is_used(f, values)),
+            *_backend(path, config, kind),
+        ),
     )
 
 
@@ -134,6 +138,24 @@ def _conflicts(directory: Path, path: Path, config: Mapping[str, Any], kind: Ima
             next=f"check {key} against the model's release and correct one of the two",
         )
         for key in keys
+    )
+
+
+def _backend(path: Path, config: Mapping[str, Any], kind: ImageKind) -> tuple[Finding, ...]:
+    """That a class has two ways of resizing, where the file asks for the one that is not taken here."""
+    name = config.get("image_processor_type")
+    if not isinstance(name, str) or not name.endswith("Fast") or kind.torchvision:
+        return ()
+    return (
+        note(
+            "class-default",
+            f"{name} resizes by torchvision where that is installed; pictures are resized by Pillow here, as "
+            "transformers does without it",
+            file=str(path),
+            expected="Pillow, exact to transformers without torchvision",
+            found=f"{name}: on pictures up to 2 of 255 levels apart for bilinear, 9 for bicubic",
+            next="compare with the vendor's processor where torchvision is not installed, or allow for the difference",
+        ),
     )
 
 

@@ -294,3 +294,18 @@ def test_the_classes_by_model_type_are_those_of_transformers() -> None:
             continue
         names = IMAGE_PROCESSOR_MAPPING_NAMES[model_type]
         assert names.get("pil", f"{names['torchvision']}Pil") == f"{class_name}Pil"
+
+
+def test_a_fast_class_is_said_to_be_resized_otherwise_there(tmp_path: Path) -> None:
+    """Pillow's steps are taken whatever the file names; how far torch's differ on a picture is measured here."""
+    write_json(tmp_path / "preprocessor_config.json", {**CLIP, "image_processor_type": "CLIPImageProcessorFast"})
+    (finding,) = (one for one in read_constants(tmp_path).findings if "torchvision" in one.message)
+    assert finding.severity == "note"
+    write_json(tmp_path / "preprocessor_config.json", CLIP)
+    assert not [one for one in read_constants(tmp_path).findings if "torchvision" in one.message]
+    cat = np.asarray(Image.open("data/samples/pictures/cat.png").convert("RGB")).transpose(2, 0, 1)
+    for resample, most in ((2, 2), (3, 9)):
+        ours, theirs = (
+            resize(cat, (112, 90), resample) for resize in (image_steps.resize, image_steps.resize_as_torchvision)
+        )
+        assert 0 < np.abs(ours.astype(int) - theirs).max() <= most
