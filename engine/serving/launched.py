@@ -249,7 +249,7 @@ def serve_launched(engine: EngineOptions, host: HostOptions) -> int | None:
     if place is None:
         return None
     if place.rank != 0:
-        return obey(place)
+        return obey(place, engine.checkpoint)
     with leading(place):
         served = LaunchedHost.start(engine, host)
         try:

@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         model_name=arguments.model_name,
         deadline_s=arguments.deadline,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts what is in the background with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = session.run.directory / "engine" if session.run is not None else None
     began_s = time.perf_counter()
     host = start_host(
