@@ -1,13 +1,16 @@
 """One rank of many on this machine: its share of a release of any size, some of its layers built, read and run.
 
 The other ranks are not there: torch's fake process group stands in for them, so that what is summed over ranks is this
-rank's part alone. Shapes, bytes, memory and time are the rank's own; the numbers that come out mean nothing.
+rank's part alone. Which experts a token would choose depends on those ranks as well; here tokens are spread over all
+experts evenly, so that this rank's have their share of the work. Shapes, bytes, memory and time are the rank's own; the
+numbers that come out mean nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from firstlight.engine.model.layers.layer import Layer
     from firstlight.engine.parallel.comm import Comms
     from firstlight.kernels.registry import Choice
+    from firstlight.kernels.signatures import RouterTopk
 
 TOKENS = 8  # of the one forward
 
@@ -106,6 +110,7 @@ class _Part:
         self.spec, self.layers, self.pieces = spec, layers, chosen
         self.weights = load(checkpoint, chosen, "cpu", threads)
         self.is_sound, self.said = False, ""
+        self.rows_of_experts = [0, 0]  # of this rank, of all
         self._mesh = mesh
         self._comms: Comms | None = None
 
@@ -120,7 +125,9 @@ class _Part:
 
         dtype = TORCH_DTYPES[self.pieces.dtype]
         ops = choose("cpu", dtype, {}, force={"linear": "reference"})  # the others keep copies of weights
-        access = Access(self.weights.storages, ops)
+        if any(name.endswith("experts.down") for name in self.weights.storages):
+            ops = replace(ops, router_topk=self._evenly(ops.router_topk))
+        access = Access(self.weights.storages, ops, packings=self.weights.pieces.packings)
         built = [Layer(self.spec.layers[i], access.into(f"layers.{i}"), i) for i in range(*self.layers)]
         shape = (TOKENS, *self.spec.stream_shape(self.layers[0]))
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -135,7 +142,27 @@ class _Part:
         self.is_sound = bool(torch.isfinite(x).all()) and tuple(x.shape) == expected
         size = float(x.float().square().mean().sqrt())
         self.said = f"{list(x.shape)} behind layer {self.layers[1] - 1}, root mean square {size:.3g}"
+        if self.rows_of_experts[1]:
+            own, rows = self.rows_of_experts
+            self.said += f"; {own:,} of {rows:,} rows went to this rank's experts, spread evenly"
         return seconds
+
+    def _evenly(self, router_topk: RouterTopk) -> RouterTopk:
+        """The router's weights, for experts one as often as the other; counts those of this rank among them."""
+        import torch
+
+        held = next(len(one) for name, one in self.weights.storages.items() if name.endswith("experts.down"))
+
+        def spread(logits_TE: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+            weights_Tk, ids_Tk = router_topk(logits_TE, *options)
+            tokens, chosen = ids_Tk.shape
+            place_Tk = torch.arange(tokens).unsqueeze(1) + tokens * torch.arange(chosen)
+            spread_Tk = place_Tk * logits_TE.shape[1] // (tokens * chosen)
+            self.rows_of_experts[0] += int((spread_Tk // held == self.pieces.at.ep).sum())
+            self.rows_of_experts[1] += spread_Tk.numel()
+            return weights_Tk, spread_Tk
+
+        return spread
 
     def _through(self, layer: Layer, x: Tensor, batch: ForwardBatch, index: int) -> Tensor:
         owner = self.spec.layers[index].keys_of

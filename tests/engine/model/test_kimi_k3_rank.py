@@ -56,6 +56,8 @@ def test_a_layer_at_its_true_shapes(mesh: Mesh, release: Path) -> None:
     assert report.passed, [check for check in report.checks if check.status == "failed"]
     (row,) = report.tables["layers"]
     assert row["mixer"].startswith("MLA, 96 heads")
+    rows = 8 * 16 // mesh.ep  # of 8 tokens that choose 16 experts each, spread evenly
+    assert f"{rows} of 128 rows went to this rank's experts" in report.checks[-1].detail
     memory = {row["role"]: row["layers_resident_bytes"] for row in report.tables["memory"]}
     experts = 896 // mesh.ep * 3 * 3584 * 3072 // mesh.tp * 17 // 32
     assert memory["expert"] == experts
