@@ -28,6 +28,7 @@ PICTURE_NAMES = frozenset(
     """pixel_values pixel_attention_mask pixel_position_ids image_grid_thw grid_thws image_grid_hws image_sizes
     image_attention_mask image_position_ids aspect_ratio_ids aspect_ratio_mask spatial_shapes num_crops""".split()  # noqa: SIM905 - reads better
 )
+NO_PICTURES = re.compile(r"pixel_values_videos|video_grid_thw|input_features|input_values|feature_attention_mask")
 OUTPUTS = re.compile(r"hidden\.\d+|logits|image_features|generated")
 
 
@@ -54,6 +55,8 @@ class Golden:
     def of(cls, tensors: Mapping[str, Any], source: str) -> Golden:
         """Tensors by name as a golden set; shapes that contradict each other are refused."""
         plain = {name: _plain(source, name, tensor) for name, tensor in tensors.items()}
+        for name in filter(NO_PICTURES.fullmatch, plain):
+            _refuse(source, name, "text and pictures: videos and sounds are not taken", _form(plain[name]))
         if "input_ids" not in plain:
             _refuse(source, "input_ids", "integers [batch, tokens]", "absent")
         ids = plain["input_ids"]

@@ -74,6 +74,7 @@ def test_narrower_dtypes_are_widened(tmp_path: Path) -> None:
         ({"attention_mask": np.array([[1, 1, 1], [0, 0, 0]])}, "attention_mask"),
         ({"generated": np.zeros((3, 2), np.int64)}, "generated"),
         ({"pixel_values": np.zeros((1, 3, 12, 12), np.float32)}, "pixel_values"),
+        ({"pixel_values_videos": np.zeros((4, 24), np.float32)}, "pixel_values_videos"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], tensor: str) -> None:
