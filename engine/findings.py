@@ -68,6 +68,7 @@ CODES: dict[str, str] = {
     "usage": "the command line or a configuration file is wrong",
     "odd-answers": "answers are empty, loops or gibberish",
     "config-changed": "config.json differs from that of the run that this one was begun from",
+    "events-lost": "events could not be written into the run directory",
     "regression": "a figure is much worse than in the run that this one was begun from",
     "wrong-numbers": "a block computes something else than the reference",
     # running

@@ -344,6 +344,7 @@ class Bringup:
             report = report_of(verb, self.run.record.model, error)
         if forced:
             report = msgspec.structs.replace(report, forced=True)
+        report = self.run.with_losses(report)
         self.run.add(report)
         return report
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sqlite3
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from firstlight.workbench.report import Check, Draft, Report, Value, finite, wri
 from firstlight.workbench.runs import LADDER, STANDS_ON, Run
 
 LEFT_OUT = ("engine",)  # the host's own folder: its handle holds a token
+HARDWARE = ("cpu", "cores", "memory_bytes", "devices", "system")
 KINDS = (".tar.gz", ".tgz", ".zip")
 
 
@@ -70,35 +74,56 @@ def latest(reports: tuple[Report, ...]) -> dict[str, Report]:
 
 
 def card(run: Run, last: dict[str, Report]) -> dict[str, Any]:
-    """What was verified, with command, commit, hardware, versions and figures, and what was not."""
-    newest = list(last.values())[-1]
+    """What was verified, claim by claim with verdict, figure and limit, by which command, where; and what was not.
+
+    Commit, hardware and versions on top are those of the newest report; a rung that was made elsewhere says its own.
+    """
+    newest = _where(list(last.values())[-1])
     return {
         "model": run.record.model,
         "checkpoint": run.record.checkpoint,
         "created": run.record.created,
         "command": run.record.command,
-        "commit": newest.environment.get("commit", ""),
-        "hardware": {k: newest.environment.get(k) for k in ("cpu", "cores", "memory_bytes", "devices", "system")},
-        "versions": newest.environment.get("versions", {}),
-        "verified": [_entry(report) for report in last.values() if report.passed],
+        **newest,
+        "verified": [_entry(report, run.record.command, newest) for report in last.values() if report.passed],
         "not_verified": [
             *({"rung": r.verb, "status": r.status, "why": _why(r)} for r in last.values() if not r.passed),
             *({"rung": verb, "status": "not run"} for verb in LADDER[:-1] if verb not in last),
+            *(
+                {"rung": report.verb, "status": "skipped", "claim": check.name, "why": check.detail}
+                for report in last.values()
+                if report.passed
+                for check in report.checks
+                if check.status not in ("passed", "failed")
+            ),
         ],
         "warnings": sorted({f.message for r in last.values() for f in r.findings if f.severity == "warning"}),
     }
 
 
-def _entry(report: Report) -> dict[str, Any]:
+def _where(report: Report) -> dict[str, Any]:
+    """Commit, hardware and versions of a report."""
+    found = report.environment
+    return {
+        "commit": found.get("commit", ""),
+        "hardware": {name: found.get(name) for name in HARDWARE if found.get(name) is not None},
+        "versions": found.get("versions", {}),
+    }
+
+
+def _entry(report: Report, command: str, newest: dict[str, Any]) -> dict[str, Any]:
+    here = _where(report)
     return {
         "rung": report.verb,
         "what": report.title,
+        "command": report.environment.get("command") or command,
+        **{name: value for name, value in here.items() if value != newest[name]},
         "started": report.started,
         "duration_s": round(report.duration_s, 3),
         **({"forced": True} if report.forced else {}),
-        "checks": [_words(check) for check in report.checks],
+        "claims": [_claim(check) for check in report.checks if check.status in ("passed", "failed")],
         "figures": {
-            name: f"{_figure(metric.value)} {metric.unit}".strip()
+            name: {"value": _figure(metric.value), "unit": metric.unit}
             for name, metric in report.metrics.items()
             if metric.value is not None
         },
@@ -110,10 +135,14 @@ def _figure(value: Value) -> Value:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _words(check: Check) -> str:
-    value = "" if check.value is None else f": {_figure(check.value)} {check.unit}".rstrip()
-    limit = "" if check.limit is None else f" (limit {_figure(check.limit)})"
-    return f"{check.status}: {check.name}{value}{limit}"
+def _claim(check: Check) -> dict[str, Any]:
+    """A check as a claim; what it has no figure, limit or unit for is left out."""
+    found = {"figure": _figure(check.value), "limit": _figure(check.limit), "unit": check.unit, "detail": check.detail}
+    return {
+        "claim": check.name,
+        "verdict": check.status,
+        **{name: value for name, value in found.items() if value not in (None, "")},
+    }
 
 
 def _why(report: Report) -> str:
@@ -198,7 +227,7 @@ def write_yaml(path: Path, value: dict[str, Any]) -> None:
     """A mapping as YAML, in its order, whole or not at all."""
     import yaml
 
-    text = yaml.safe_dump(finite(value), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(finite(value), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
     write_atomically(path, text.encode())
 
 
@@ -213,24 +242,47 @@ def _files(directory: Path) -> Iterator[Path]:
 def _pack(directory: Path, files: list[Path], target: Path) -> None:
     """Writes the archive beside its place, then moves it there."""
     draft = target.with_name(f".{target.name}")
-    names = [(file, f"{directory.name}/{file.relative_to(directory).as_posix()}") for file in files]
     try:
-        if target.suffix == ".zip":
-            with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
-                for file, name in names:
-                    archive.write(file, name)
-        else:
-            with tarfile.open(draft, "w:gz") as tar:
-                for file, name in names:
-                    tar.add(file, name)
+        with tempfile.TemporaryDirectory() as folder:
+            names = [
+                (_whole(file, Path(folder)), f"{directory.name}/{file.relative_to(directory).as_posix()}")
+                for file in files
+            ]
+            _write(draft, target, names)
         draft.replace(target)
-    except OSError as error:
+    except (OSError, sqlite3.Error) as error:
         draft.unlink(missing_ok=True)
         raise Refused(
             fatal(
                 "not-found",
-                f"{target} cannot be written: {error.strerror}",
+                f"{target} cannot be written: {getattr(error, 'strerror', None) or error}",
                 file=str(target),
                 next="name another --out file",
             )
         ) from error
+
+
+def _whole(file: Path, folder: Path) -> Path:
+    """A database as a file of its own, with what still lies in its log while somebody else has it open."""
+    if file.suffix != ".sqlite" or not file.with_name(f"{file.name}-wal").exists():
+        return file
+    copy = folder / f"{len(list(folder.iterdir()))}-{file.name}"
+    address = f"{file.resolve().as_uri()}?mode=ro"
+    with (
+        contextlib.closing(sqlite3.connect(address, uri=True)) as source,
+        contextlib.closing(sqlite3.connect(copy)) as target,
+    ):
+        source.backup(target)
+    return copy
+
+
+def _write(draft: Path, target: Path, names: list[tuple[Path, str]]) -> None:
+    """The archive, of the kind that the target's name says."""
+    if target.suffix == ".zip":
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file, name in names:
+                archive.write(file, name)
+        return
+    with tarfile.open(draft, "w:gz") as tar:
+        for file, name in names:
+            tar.add(file, name)

@@ -48,7 +48,8 @@ align-items:center;margin:.14rem 0}
 .fl-fig .key{display:inline-flex;align-items:center;gap:.35rem;margin-right:.9rem;opacity:.85}
 .fl-fig .key i{width:.7rem;height:.7rem;border-radius:2px;display:inline-block}
 .fl-fig .name{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
-@media (max-width:640px){.fl-fig .row{grid-template-columns:1fr max-content;gap:.1rem .7rem}
+.fl-fig.wide .row{grid-template-columns:minmax(4rem,15rem) minmax(5rem,1fr) 19rem}
+@media (max-width:640px){.fl-fig .row,.fl-fig.wide .row{grid-template-columns:1fr max-content;gap:.1rem .7rem}
 .fl-fig .bar{grid-column:1/-1;grid-row:2}.fl-fig .num{white-space:normal}}
 """
 

@@ -101,12 +101,12 @@ class NotebookBringup(Bringup):
         return report
 
     def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:
-        self._view = ProgressView().show()
+        self._view, report = ProgressView().show(), None
         try:
             report = super()._rung(verb, _with_every_event(work) if self.stepper is not None else work)
         finally:
             view, self._view = self._view, None
-            view.close()
+            view.close(is_over=report is not None and report.passed)
         if self.stop and not report.passed:
             from IPython.display import display
 

@@ -66,6 +66,7 @@ def runbook(
                 progress_bar=False,
                 log_output=False,
                 cwd=str(Path.cwd()),
+                config=_encrypted(),
             )
         except PapermillExecutionError as error:
             broken = f"cell {error.exec_count}: {error.ename}: {error.evalue}"
@@ -80,6 +81,14 @@ def runbook(
     draft.metric("notebook", str(target), "")
     draft.metric("page", str(run.directory / "runbook.html"), "", f"{len(page.encode()):,} bytes, opens offline")
     return draft.close()
+
+
+def _encrypted() -> Any:
+    """What has the kernel talk to this process encrypted, where both can; it warns of plain TCP otherwise."""
+    import zmq
+    from traitlets.config import Config
+
+    return Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {})
 
 
 def _judge(draft: Draft, run: Run, broken: str, target: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, warning
 from firstlight.workbench.environment import command_line
 from firstlight.workbench.events import EventReader, EventWriter
 from firstlight.workbench.report import Report, Status, now_iso, write_atomically
@@ -56,6 +56,7 @@ class Run:
         self.directory = directory
         self.record = record
         self._writer: EventWriter | None = None
+        self._lost = 0  # events, as far as reports say
 
     @classmethod
     def create(cls, model: str, checkpoint: str, root: str | os.PathLike[str] = DEFAULT_ROOT) -> Run:
@@ -153,6 +154,21 @@ class Run:
         self.record = msgspec.structs.replace(self.record, rungs=(*self.record.rungs, rung))
         self._save()
         return path
+
+    def with_losses(self, report: Report) -> Report:
+        """The report with a warning if events could not be written since the last one: the disk is full, say."""
+        writer = self._writer
+        if writer is None or writer.lost <= self._lost:
+            return report
+        count, self._lost = writer.lost - self._lost, writer.lost
+        said = warning(
+            "events-lost",
+            f"{count:,} progress events and readings could not be written: {writer.problem or 'the disk refused'}",
+            file=str(writer.path),
+            expected="room for what is told while a rung works",
+            next="make room; the work itself has gone on, curves and progress of that time are missing",
+        )
+        return msgspec.structs.replace(report, findings=(*report.findings, said))
 
     def update(self, **fields: Any) -> None:
         """Replaces fields of run.json."""

@@ -45,6 +45,7 @@ class Session:
         if self.forced:
             report = msgspec.structs.replace(report, forced=True)
         if self.run is not None:
+            report = self.run.with_losses(report)
             self.run.add(report)
         if json_file is not None:
             write_json(report, json_file)

@@ -62,12 +62,12 @@ class ProgressView:
             bar.bar_style = "success"
         text.value = escape(_so_far(pace))
 
-    def twin(self) -> str:
-        """The view as plain HTML."""
+    def twin(self, is_over: bool = False) -> str:
+        """The view as plain HTML; a rung that is over has ended each of its phases, whatever was told of it last."""
         rows = []
         for (rung, phase), pace in self._paces.items():
             last = pace.last
-            share = min(1.0, last.done / last.total) if last.total else 1.0
+            share = min(1.0, last.done / last.total) if last.total and not is_over else 1.0
             amount = _amount(last)
             rate = words.quantity(pace.rate, f"{last.unit}/s") if pace.rate and last.unit else ""
             took = words.seconds(last.time_s - pace.first.time_s)
@@ -77,12 +77,12 @@ class ProgressView:
                 f'<i style="width:{100 * share:.1f}%;background:#0072b2"></i></span>'
                 f'<span class="num">{said}</span></div>'
             )
-        return f'<div class="fl-fig"><style>{STYLE}</style>{"".join(rows)}</div>'
+        return f'<div class="fl-fig wide"><style>{STYLE}</style>{"".join(rows)}</div>'
 
-    def close(self) -> None:
-        """Puts the static twin in the place of the widgets."""
+    def close(self, is_over: bool = False) -> None:
+        """Puts the static twin in the place of the widgets; `is_over`: the rung came to its end."""
         if self._handle is not None:
-            self._handle.update(HTML(self.twin()))
+            self._handle.update(HTML(self.twin(is_over)))
             self._handle = None
         self._box.close()
 

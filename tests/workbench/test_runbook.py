@@ -50,6 +50,21 @@ def test_it_runs_by_itself_and_leaves_notebook_page_card_and_adaptation(tmp_path
     card = yaml.safe_load((folder / "card.yaml").read_text())
     assert [entry["rung"] for entry in card["verified"]] == ["scan", "plan", "start", "infer", "validate"]
     assert {entry["rung"] for entry in card["not_verified"]} >= {"verify", "profile", "stress"}
+    assert {"rung": "validate", "claim": "answers are those of the accepted run"}.items() <= card["not_verified"][
+        -1
+    ].items()
+    claims = [claim for entry in card["verified"] for claim in entry["claims"]]
+    assert {
+        "claim": "every tensor is accounted for",
+        "verdict": "passed",
+        "figure": 146,
+        "limit": 146,
+        "unit": "tensors",
+    } in claims
+    assert all(claim["verdict"] == "passed" for claim in claims), "what was not looked at is no claim"
+    assert all(entry["command"] for entry in card["verified"])
+    assert card["hardware"]["cores"]
+    assert card["versions"]["torch"]
     adaptation = yaml.safe_load((folder / "adaptation.yaml").read_text())
     assert adaptation["engine"]["mesh"]["tp"] == 2
     assert len(adaptation["validation"]) > 10

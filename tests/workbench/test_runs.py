@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from firstlight.engine.errors import Refused
+from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.runs import Run
 
@@ -85,3 +86,17 @@ def test_the_page_begins_with_the_report_over_all_rungs(tmp_path: Path) -> None:
         run.add(report(verb))
     page = run.write_page().read_text()
     assert sorted(("up", "scan", "plan"), key=lambda verb: page.index(f"<h4>{verb} ")) == ["up", "scan", "plan"]
+
+
+def test_events_that_were_lost_are_a_warning_in_the_next_report_and_only_there(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "r", "m", "/x")
+    (tmp_path / "r" / "events.sqlite").mkdir()  # no database can be there
+    assert run.with_losses(report("scan")).findings == ()
+    for step in range(3):
+        run.events.put(ProgressEvent(time_s=1.0, rung="load", phase="read", done=float(step)))
+    assert not run.events.flush()
+    (said,) = run.with_losses(report("load")).findings
+    assert (said.code, said.severity) == ("events-lost", "warning")
+    assert "3 progress events and readings" in said.message
+    assert run.with_losses(report("start")).findings == ()
+    run.close()
