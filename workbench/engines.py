@@ -15,7 +15,7 @@ from firstlight.workbench.progress import Progress
 def open_engine(options: EngineOptions, progress: Progress | None = None) -> Iterator[EngineLike]:
     """An engine that is ready, closed at the end. Raises `Refused`, or what made its start fail."""
     progress = progress or Progress()
-    if options.mesh.world_size > 1 or launched() is not None:
+    if options.mesh.world_size > 1 or options.hosts or launched() is not None:
         from firstlight.workbench.start import started
 
         with started(options, progress) as host:

@@ -22,8 +22,9 @@ from firstlight.workbench.residency import add_residency
 
 if TYPE_CHECKING:
     from firstlight.engine.serving.launched import LaunchedHost
+    from firstlight.engine.serving.ray_host import RayHost
 
-AnyHost: TypeAlias = "Host | LaunchedHost"
+AnyHost: TypeAlias = "Host | LaunchedHost | RayHost"
 START_DEADLINE_S = 4 * 3600.0  # stages have deadlines of their own; this one is for what they forget
 STAGES_TOLD = ("load",)  # stages whose progress counts bytes
 
@@ -59,6 +60,10 @@ def _begin(
         from firstlight.engine.serving.launched import LaunchedHost
 
         return LaunchedHost.start(options, http, run_dir)
+    if options.hosts:
+        from firstlight.engine.serving.ray_host import RayHost
+
+        return RayHost.start(options, http, run_dir)
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
     return Host.start(checkpoint, mesh, run_dir=run_dir, detached=detached, http=http, make_token=make_token, **values)

@@ -1,16 +1,27 @@
-"""Where the ranks of a mesh run: processes of one machine, or those that a launcher (torchrun) started on several."""
+"""Where the ranks of a mesh run: processes of one machine, those that a launcher started on several, or Ray's.
+
+The only file that imports ray, and only when it is asked for.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import socket
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.engine.settings import Launch, read_launch, talk_over
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.settings import Launch, child_environment, read_launch, talk_over
 
 if TYPE_CHECKING:
     import torch
@@ -108,3 +119,222 @@ def use_route_to(address: str, port: int) -> str | None:
 def backend_of(device: torch.device) -> str:
     """The library that moves tensors between ranks on this kind of device."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+class Keeper:
+    """On the host of a rank, in a process of Ray's: starts the rank, knows whether it lives, ends it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = Path(tempfile.mkstemp(prefix="firstlight-rank-", suffix=".log")[1])
+
+    def where(self) -> tuple[str, str, int]:
+        """(address of the host in Ray's cluster, its name, a port that is free on it)."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), socket.gethostname(), int(probe.getsockname()[1])
+
+    def start(self, module: str, given: bytes, environment: dict[str, str]) -> int:
+        """Run a module with this environment on top of the host's own and `given` as its input; its process id."""
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=child_environment(**environment),
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(given)
+        self._process.stdin.close()
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """The exit status; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def said(self) -> str:
+        """What it wrote."""
+        return self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        """Kill it, if it still runs, and forget what it wrote."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._log.unlink(missing_ok=True)
+
+
+class RayRanks:
+    """A `Keeper` for every rank on the nodes of a Ray cluster that runs already.
+
+    One placement group for each tp group, one bundle a rank, STRICT_PACK: tp stays within a node. `hosts` are names or
+    addresses of nodes, each of which gets as many consecutive ranks; `("auto",)`: wherever there is room.
+    """
+
+    def __init__(self, mesh: Mesh, hosts: Sequence[str], gpus: bool, patience_s: float = 60.0) -> None:
+        ray = _ray()
+        self._ray = ray
+        self._groups: list[Any] = []
+        self.keepers: list[Any] = []
+        try:
+            wanted = _hosts_of_ranks(mesh, hosts, ray.nodes())
+            resource = {"GPU": 1.0, "CPU": 1.0} if gpus else {"CPU": 1.0}
+            self._place(mesh, wanted, resource, patience_s)
+            self.places = ray.get([keeper.where.remote() for keeper in self.keepers], timeout=patience_s)
+        except BaseException:
+            self.end()
+            raise
+
+    def _place(self, mesh: Mesh, wanted: Sequence[str | None], resource: dict[str, float], patience_s: float) -> None:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for first in range(0, mesh.world_size, mesh.tp):
+            on = {f"node:{wanted[first]}": 0.001} if wanted[first] is not None else {}
+            group = placement_group([{**resource, **on} for _ in range(mesh.tp)], strategy="STRICT_PACK")
+            self._groups.append(group)
+            if not group.wait(patience_s):
+                raise _no_room(self._ray, mesh, first, resource, wanted[first])
+            for index in range(mesh.tp):
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                options = {
+                    "num_cpus": resource["CPU"],
+                    "num_gpus": resource.get("GPU", 0.0),
+                    "scheduling_strategy": where,
+                }
+                self.keepers.append(self._ray.remote(Keeper).options(**options).remote())
+
+    def start(self, module: str, given: bytes, gpus: bool) -> tuple[int, ...]:
+        """Start every rank with a launcher's environment: rank 0 keeps the store. Their process ids."""
+        address, _, port = self.places[0]
+        on_host = [sum(place[0] == other[0] for other in self.places) for place in self.places]
+        started = []
+        for rank, keeper in enumerate(self.keepers):
+            before = sum(other[0] == self.places[rank][0] for other in self.places[:rank])
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(self.keepers)),
+                "LOCAL_RANK": "0" if gpus else str(before),  # Ray shows each rank its own device and no other
+                "LOCAL_WORLD_SIZE": str(on_host[rank]),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+            started.append(keeper.start.remote(module, given, environment))
+        return tuple(self._ray.get(started))
+
+    def free_port(self) -> int:
+        """One of rank 0's host."""
+        return int(self._ray.get(self.keepers[0].where.remote())[2])
+
+    def statuses(self, timeout_s: float = 5.0) -> list[int | None]:
+        """The exit status of every rank, None of those that run; -9 of one whose keeper is lost."""
+        asked = [keeper.status.remote() for keeper in self.keepers]
+        found: list[int | None] = []
+        for one in asked:
+            try:
+                found.append(self._ray.get(one, timeout=timeout_s))
+            except self._ray.exceptions.GetTimeoutError:
+                found.append(None)
+            except self._ray.exceptions.RayError:
+                found.append(-9)
+        return found
+
+    def said(self, rank: int) -> str:
+        """What a rank wrote, where that can still be asked for."""
+        try:
+            return str(self._ray.get(self.keepers[rank].said.remote(), timeout=5.0))
+        except self._ray.exceptions.RayError as error:
+            return f"(its host does not answer: {type(error).__name__})"
+
+    def end(self) -> None:
+        """No rank survives this."""
+        exceptions = self._ray.exceptions
+        for keeper in self.keepers:
+            with contextlib.suppress(exceptions.RayError):
+                self._ray.get(keeper.end.remote(), timeout=5.0)
+            self._ray.kill(keeper)
+        for group in self._groups:
+            self._ray.util.remove_placement_group(group)
+        self._ray.shutdown()
+
+
+def _ray() -> Any:
+    """Ray, connected to the cluster that runs."""
+    try:
+        import ray
+    except ImportError as error:
+        raise Refused(
+            fatal(
+                "not-available",
+                "ranks on several hosts are placed by Ray, which is not installed here",
+                expected="the package ray",
+                found=str(error),
+                next="pip install 'firstlight[ray]' on every host, or start the ranks with torchrun",
+            )
+        ) from error
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise Refused(
+            fatal(
+                "not-available",
+                "no Ray cluster runs that this host belongs to",
+                expected="ray start --head on one host, and ray start --address HOST:6379 on the others",
+                found=" ".join(str(error).split())[:200],
+                next="start one, or start the ranks with torchrun",
+            )
+        ) from error
+    return ray
+
+
+def _hosts_of_ranks(mesh: Mesh, hosts: Sequence[str], nodes: Sequence[dict[str, Any]]) -> list[str | None]:
+    """Of every rank the address of the node that it has to be on; None: any."""
+    if tuple(hosts) == ("auto",):
+        return [None] * mesh.world_size
+    alive = [node for node in nodes if node["Alive"]]
+    known = {name: node["NodeManagerAddress"] for node in alive for name in _names(node)}
+    missing = [host for host in hosts if host not in known]
+    if missing:
+        raise Refused(
+            fatal(
+                "not-found",
+                f"the Ray cluster has no node {', '.join(missing)}",
+                expected=", ".join(sorted(known)),
+                found=", ".join(missing),
+                next="correct --hosts, or start Ray there: ray start --address HOST:6379",
+            )
+        )
+    each, left = divmod(mesh.world_size, len(hosts))
+    if left or each % mesh.tp:
+        raise Refused(
+            fatal(
+                "usage",
+                f"{mesh.describe()} does not divide over {len(hosts)} hosts with every tp group on one of them",
+                expected=f"a multiple of {mesh.tp} ranks on each host",
+                found=f"{mesh.world_size} ranks on {len(hosts)} hosts",
+                next=f"use --tp {math.gcd(mesh.tp, each) or 1} and more --pp, or another number of hosts",
+            )
+        )
+    return [known[hosts[rank // each]] for rank in range(mesh.world_size)]
+
+
+def _names(node: dict[str, Any]) -> set[str]:
+    return {node["NodeManagerAddress"], node.get("NodeManagerHostname") or "", node.get("NodeName") or ""} - {""}
+
+
+def _no_room(ray: Any, mesh: Mesh, first: int, resource: dict[str, float], host: str | None) -> Refused:
+    free = ray.available_resources()
+    has = ", ".join(f"{free.get(name, 0):g} {name}" for name in resource)
+    return Refused(
+        fatal(
+            "does-not-fit",
+            f"Ray has no {'node' if host is None else f'room on {host}'} for ranks {first} to {first + mesh.tp - 1} "
+            "of one tp group together",
+            expected=f"{mesh.tp} x ({', '.join(f'{count:g} {name}' for name, count in resource.items())}) on one node",
+            found=f"{has} free in the whole cluster",
+            next="use a smaller --tp with more --pp, or free what others hold (ray status)",
+        )
+    )

@@ -119,32 +119,64 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)]
 
 
 class _ClusterFile(msgspec.Struct, forbid_unknown_fields=True):
-    """nodes: 2, per_node: 8, device: H200 - or device: {name, memory_bytes, memory_bandwidth_Bps, ...}."""
+    """nodes: 2, per_node: 8, device: H200 - or device: {name, memory_bytes, memory_bandwidth_Bps, ...}.
+
+    `hosts` names the nodes, for those who start ranks there.
+    """
 
     per_node: _Count
     device: str | Device
-    nodes: _Count = 1
+    nodes: _Count | None = None
+    hosts: tuple[str, ...] = ()
 
 
-def _cluster_file(path: Path) -> Cluster:
-    import yaml
-
-    try:
-        read = msgspec.convert(yaml.safe_load(path.read_text()), _ClusterFile, strict=False)  # YAML reads 4e12 as text
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+def hosts_of(path: str) -> tuple[str, ...]:
+    """The hosts that a cluster file names; one that names none is `Refused`."""
+    found = _read_cluster(Path(path)).hosts
+    if not found:
         raise Refused(
             fatal(
                 "usage",
-                f"the cluster file {path} cannot be used: {reason}",
-                file=str(path),
-                expected="nodes, per_node, device (a name, or name and memory_bytes and more)",
-                found=str(reason),
-                next="write it like this: {nodes: 2, per_node: 8, device: H200}",
+                f"the cluster file {path} names no hosts",
+                file=path,
+                expected="hosts: [a, b]",
+                found="no hosts",
+                next="name the nodes in it, or give --hosts a,b",
             )
-        ) from error
+        )
+    return found
+
+
+def _cluster_file(path: Path) -> Cluster:
+    read = _read_cluster(path)
     device = find_device(read.device) if isinstance(read.device, str) else read.device
-    return Cluster(nodes=read.nodes, per_node=read.per_node, device=device)
+    nodes = len(read.hosts) or 1 if read.nodes is None else read.nodes
+    if read.hosts and nodes != len(read.hosts):
+        raise _bad_cluster(path, f"nodes is {nodes}, and it names {len(read.hosts)} hosts")
+    return Cluster(nodes=nodes, per_node=read.per_node, device=device)
+
+
+def _read_cluster(path: Path) -> _ClusterFile:
+    import yaml
+
+    try:
+        return msgspec.convert(yaml.safe_load(path.read_text()), _ClusterFile, strict=False)  # YAML has 4e12 as text
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise _bad_cluster(path, str(reason)) from error
+
+
+def _bad_cluster(path: Path, reason: str) -> Refused:
+    return Refused(
+        fatal(
+            "usage",
+            f"the cluster file {path} cannot be used: {reason}",
+            file=str(path),
+            expected="nodes, per_node, device (a name, or name and memory_bytes and more)",
+            found=reason,
+            next="write it like this: {nodes: 2, per_node: 8, device: H200}",
+        )
+    )
 
 
 def local_cluster(ranks: int) -> Cluster:

@@ -30,6 +30,7 @@ from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DE
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.rank import RankProcess
 from firstlight.engine.serving.stream import EngineFailed
+from firstlight.engine.serving.supervisor import die_with_parent
 
 POLL_S = 0.05
 LAST_WORDS_S = 10.0  # that rank 0 waits for the others to leave, where the store is its own
@@ -289,3 +290,17 @@ def _connect(place: Place, keep: bool = False) -> PrefixStore:
     timeout = timedelta(seconds=STAGE_DEADLINES_S["spawn"])  # other hosts may be slower
     kept = TCPStore(place.address, place.port, is_master=keep, wait_for_workers=False, timeout=timeout)
     return PrefixStore(place.prefix, kept)
+
+
+def main() -> int:
+    """A rank that Ray started: the order comes by standard input, the place by the environment."""
+    die_with_parent()
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    assert order.engine is not None
+    return serve_launched(order.engine, order.host) or 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

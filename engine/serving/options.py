@@ -31,7 +31,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quantized weights stay packed where an operator multiplies by them so: auto (`kept_roles`), always or never.
     `fallback` names who provides models of architectures that no family knows (`module:function`), which run the
     checkpoint's own code only with `trust_remote_code`. `expert_exchange`: how tokens meet experts of other ranks (`engine/parallel/rows.py`):
-    auto, reduce or all-to-all. `warm_up` computes one token, and one picture if the model sees, before the engine is
+    auto, reduce or all-to-all. `hosts`: nodes of a Ray cluster that ranks are placed on, or `auto`; none: this machine.
+    `warm_up` computes one token, and one picture if the model sees, before the engine is
     ready.
     """
 
@@ -55,6 +56,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     warm_up: bool = False
     comm_deadline_s: float = 120.0
     expert_exchange: str = "auto"
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):

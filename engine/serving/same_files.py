@@ -23,8 +23,8 @@ NAME_BYTES = 64
 def refuse_other_files(checkpoint: Checkpoint, control: Comm) -> None:
     """Compares this rank's checkpoint with that of every other; all ranks must call it.
 
-    Raises `Refused` (differing-copies) on every rank, with the hosts that differ from rank 0's. Configuration, headers and
-    sizes are compared whole, the weights by `PLACES` samples of each shard.
+    Raises `Refused` (differing-copies) on every rank, with the hosts that differ from rank 0's. Configuration, headers
+    and sizes are compared whole, the weights by `PLACES` samples of each shard.
     """
     mine = b"".join(_digests(checkpoint))
     host = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
@@ -41,8 +41,8 @@ def refuse_other_files(checkpoint: Checkpoint, control: Comm) -> None:
     raise Refused(
         fatal(
             "differing-copies",
-            f"the checkpoint on host {', '.join(hosts)} (rank {', '.join(map(str, others))}) is not the one that rank 0 "
-            f"has: {' and '.join(parts)} differ",
+            f"the checkpoint on host {', '.join(hosts)} (rank {', '.join(map(str, others))}) is not the one that rank "
+            f"0 has: {' and '.join(parts)} differ",
             file=checkpoint.directory,
             expected="the same files on every host",
             found=f"{parts[0]} of another checkpoint",

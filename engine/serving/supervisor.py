@@ -243,7 +243,7 @@ def _become_rank(order: Order, index: int, line: Line, run_rank: object) -> NoRe
     """In the child: die with the supervisor, write to a log of its own, run, leave without the parent's clean-up."""
     code = 1
     try:
-        _die_with_parent()
+        die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         log = os.open(Path(order.run_dir) / f"rank{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
@@ -255,7 +255,8 @@ def _become_rank(order: Order, index: int, line: Line, run_rank: object) -> NoRe
         os._exit(code)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the system end this process with the one that started it."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -117,6 +117,12 @@ def engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts alone",
     )
+    group.add_argument(
+        "--hosts",
+        metavar="A,B",
+        type=hosts,
+        help="nodes of a Ray cluster for the ranks, a cluster file that names them, or auto (default: this machine)",
+    )
     group.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all ranks together")
     group.add_argument(
         "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
@@ -190,6 +196,7 @@ def options_of(arguments: argparse.Namespace, **changes: Any) -> EngineOptions:
         "weights_budget": arguments.weights_budget,
         "packed": arguments.packed,
         "expert_exchange": arguments.expert_exchange,
+        "hosts": tuple(arguments.hosts or ()),
         "operators": dict(arguments.operator or ()),
         "fallback": NAMES[arguments.fallback],
         "trust_remote_code": arguments.trust_remote_code,
@@ -258,6 +265,18 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
+
+
+def hosts(text: str) -> tuple[str, ...]:
+    """`a,b`, or what a cluster file calls `hosts`."""
+    if text.endswith((".yaml", ".yml")):
+        from firstlight.engine.parallel.hardware import hosts_of
+
+        return hosts_of(text)
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different hosts such as a,b")
+    return names
 
 
 def deadline(text: str) -> float:
