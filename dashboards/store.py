@@ -383,6 +383,8 @@ class DataStore:
                     follower.poll_if_news()
                 except (Refused, OSError, sqlite3.Error):
                     continue  # the run is being written or was removed; what was read stays
+                if self._end.is_set():
+                    return  # closed meanwhile: nobody looks any more
                 if follower.is_due and (name not in self._looking or self._looking[name].done()):
                     self._looking[name] = self._lookers.submit(follower.look)
 

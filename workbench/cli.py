@@ -52,10 +52,15 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    from firstlight.workbench.interrupts import listening
+
     try:
-        return _main(words)
+        with listening():
+            return _main(words)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        if argv is None:
+            _leave_others_behind()
         return 130
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,6 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         say_refused([fault_of(error)], lead="failed")
         return 1
+
+
+def _leave_others_behind() -> None:
+    """Ends the process where threads still work, or wait for a server: Python itself would wait for them."""
+    import threading
+
+    if any(not thread.daemon and thread is not threading.current_thread() for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
 
 
 def overview() -> str:

@@ -83,8 +83,15 @@ class Host:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / HANDLE).unlink(missing_ok=True)
         process, kept_fd = _spawn(engine, http, directory, detached)
-        _await_handle(directory, process)
-        return cls(directory, process, kept_fd)
+        try:
+            _await_handle(directory, process)
+            return cls(directory, process, kept_fd)
+        except BaseException:  # interrupted, say: nothing is left
+            process.kill()
+            process.wait()
+            if kept_fd is not None:
+                os.close(kept_fd)
+            raise
 
     @classmethod
     def attach(cls, run_dir: str | Path) -> Host:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.workbench.report import Draft, Report
-from firstlight.workbench.session import Session
+from firstlight.workbench.report import Draft
+from firstlight.workbench.session import Session, write_json
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", metavar="T", help="token that a browser must bring; needed beyond loopback")
 
 
-def run(arguments: argparse.Namespace, session: Session) -> Report:
+def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
     """Serves until interrupted."""
     folder = Path(arguments.directory)
     if not folder.is_dir():
@@ -56,8 +57,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     session.face.line(f"{address}  shows {folder}; interrupt to stop")
     draft = Draft("dashboard", str(folder))
     draft.metric("url", address, "")
-    try:
-        server.run_until_shutdown()
-    except KeyboardInterrupt:
-        server.stop()
-    return draft.close()
+    if arguments.json is not None:
+        write_json(draft.close(), arguments.json)
+    server.run_until_shutdown()
+    raise KeyboardInterrupt  # a signal, of which the server has taken note, is the only end

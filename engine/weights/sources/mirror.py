@@ -154,7 +154,7 @@ def in_turn(do: Callable[[AnyPath], T], paths: Sequence[AnyPath]) -> Iterator[T]
     if not far:
         yield from map(do, paths)
         return
-    with ThreadPoolExecutor(16) as pool:
+    with _Threads(16) as pool:
         yield from pool.map(do, paths)
 
 
@@ -187,6 +187,14 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
+class _Threads(ThreadPoolExecutor):
+    """Threads that ask servers; who interrupts them need not wait for servers that do not answer."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.shutdown(wait=not is_interrupted, cancel_futures=kind is not None)
+
+
 def _open_url(url: str, pinned: Mapping[str, FileStat], retry: Retry) -> ByteSource:
     if url.startswith(("http://", "https://")):
         from firstlight.engine.weights.sources.http import HttpFiles
@@ -203,7 +211,7 @@ def _found_by_name(far: ByteSource) -> tuple[str, ...]:
 
     if not isinstance(far, HttpFiles):
         raise _nothing(far.url, "no objects below this prefix")
-    with ThreadPoolExecutor(8) as pool:
+    with _Threads(8) as pool:
         usual = [name for name, stat in zip(USUAL_NAMES, pool.map(far.look, USUAL_NAMES), strict=True) if stat]
         if "config.json" not in usual:
             raise _nothing(far.url, "no config.json there")
@@ -243,7 +251,7 @@ def _fetch_side_files(far: ByteSource, url: str, files: Mapping[str, tuple[int, 
     home.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
     try:
-        with ThreadPoolExecutor(8) as pool:
+        with _Threads(8) as pool:
             for name, data in zip(
                 small, pool.map(lambda one: _read(far, one, SIDE_FILE_LIMIT_BYTES), small), strict=True
             ):
