@@ -310,6 +310,37 @@ KIMI_K25 = {
     "projection_hidden_size": 24,
     "tie_word_embeddings": False,
 }
+MINIMAX_M3 = {  # all keys seen: with padding in front the reference chooses others
+    "model_type": "minimax_m3_vl",
+    "text_config": {
+        "model_type": "minimax_m3_vl_text",
+        **TEXT,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "dense_intermediate_size": 40,
+        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    },
+    "vision_config": {
+        "model_type": "minimax_m3_vl_vision",
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "hidden_size": 40,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+    },
+    "image_token_index": IMAGE_TOKEN,
+    "video_token_index": 126,
+    "projector_hidden_size": 28,
+    "tie_word_embeddings": False,
+}
 QWEN3_5 = {
     "model_type": "qwen3_5",
     "text_config": {
@@ -345,6 +376,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llava_next": LLAVA_NEXT,
     "llama4": LLAMA4,
     "kimi_k25": KIMI_K25,
+    "minimax_m3_vl": MINIMAX_M3,
 }
 
 
@@ -396,7 +428,9 @@ class Pictures:
 
 FLAT = Pictures("flat", ((4, 6), (10, 2), (6, 8)), (6, 5, 12))
 PICTURES: dict[str, Pictures] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm4v_moe"), FLAT),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm4v_moe", "minimax_m3_vl"), FLAT
+    ),
     "kimi_k25": Pictures("moonvit", FLAT.sizes, FLAT.counts),
     "gemma3": Pictures("tiles", ((24, 24),) * 3, (9, 9, 9)),
     "mistral3": Pictures("sized", ((16, 24), (40, 8), (24, 32)), (6, 5, 12)),

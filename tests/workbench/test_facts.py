@@ -62,8 +62,7 @@ PUBLISHED = {
     "llama-4-maverick": Published(
         12 * 2 * 8 * 128 * 2, (402, 17), 401_583_781_376, 803_167_562_752, state=36 * 8192 * 2 * 8 * 128 * 2
     ),
-    # 427.04 billion with a tower and projector of 865,567,232, which the file does not describe
-    "minimax-m3": Published((60 * 2 * 4 * 128 + 57 * 128) * 2, (426.2, 25), 427_040_140_160 - 865_567_232),
+    "minimax-m3": Published((60 * 2 * 4 * 128 + 57 * 128) * 2, (427.04, 26), 427_040_140_160),
     "mixtral-8x22b": Published(56 * 2 * 8 * 128 * 2, (140.6, 39), 140_620_634_112, 281_241_268_224),
     "qwen2.5-vl-3b": Published(36 * 2 * 2 * 128 * 2, (3.75, 3.1), 3_754_622_976, 7_509_245_952),
     "qwen3-235b-a22b": Published(94 * 2 * 4 * 128 * 2, (235, 22), 235_093_634_560, 470_187_269_120),
@@ -77,7 +76,7 @@ PUBLISHED = {
     "ring-1t": Published(80 * 2 * 8 * 128 * 2, (999.7, 49.8), 999_705_328_640),
     "smolvlm-256m": Published(30 * 2 * 3 * 64 * 2, (0.256, 0.135), 256_484_928, 512_969_856),
 }
-FILLED = {"llama-4-maverick", "qwen2.5-vl-3b", "qwen3.8-2.4t-a95b", "ring-1t", "smolvlm-256m"}
+FILLED = {"llama-4-maverick", "minimax-m3", "qwen2.5-vl-3b", "qwen3.8-2.4t-a95b", "ring-1t", "smolvlm-256m"}
 
 
 def planned(source: str | Path) -> Report:

@@ -129,5 +129,4 @@ RULES = (
     ),
     ignored("(model.|)mtp.{*}", "multi-token-prediction layer, not used for inference"),
 )
-TYPES = ("minimax_m3", "minimax_m3_vl_text")
-FAMILY = Family(name="minimax_m3", model_types=TYPES, spec=spec, rules=RULES)
+FAMILY = Family(name="minimax_m3", model_types=("minimax_m3_vl_text",), spec=spec, rules=RULES)

@@ -105,7 +105,7 @@ _B = "(model.|)layers.{i}.(mlp|block_sparse_moe)."
 _F = "layers.{i}.ffn."
 _E = _F + "experts.{e}."
 _PARTS = {"gate": "(gate_proj|w1)", "up": "(up_proj|w3)", "down": "(down_proj|w2)"}
-_SHARED = "(model.|)layers.{i}.(mlp.|)(shared_experts|shared_expert|shared_mlp)."
+_SHARED = "(model.|)layers.{i}.(mlp.|block_sparse_moe.|)(shared_experts|shared_expert|shared_mlp)."
 
 ROUTER: tuple[WeightRule, ...] = (
     rule(_B + "(gate|router|gate.wg|router.gate|router.layer|router.classifier).weight", _F + "router.weight"),

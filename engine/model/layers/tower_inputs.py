@@ -153,7 +153,12 @@ def turns(rope: specs.AxialRope, head_dim: int, found: Patches, extra: int, devi
         every = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         by_row, by_column = every[0::2], every[1::2]
     row_T1, column_T1 = found.row_T[:, None].float(), found.column_T[:, None].float()
-    if rope.layout == "halves":
+    if rope.frames:
+        width = 2 * (head_dim // 3 // 2)
+        third_A = 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+        axes_T1 = (_frames(found.shapes, device)[:, None].float(), row_T1, column_T1)
+        angles_TA = torch.cat([place_T1 * third_A for place_T1 in axes_T1], dim=-1)
+    elif rope.layout == "halves":
         angles_TA = torch.cat((row_T1 * by_row, column_T1 * by_column), dim=-1)
     else:
         angles_TA = torch.cat(((column_T1 + 1) * by_column, (row_T1 + 1) * by_row), dim=-1)
@@ -164,14 +169,22 @@ def turns(rope: specs.AxialRope, head_dim: int, found: Patches, extra: int, devi
     return turns_TA
 
 
+def _frames(shapes: Sequence[Shape], device: torch.device) -> Tensor:
+    """The frame of each patch of each picture."""
+    parts = [torch.arange(count).repeat_interleave(rows * columns) for count, rows, columns in shapes]
+    return torch.cat(parts).to(device)
+
+
 def turned(x_TND: Tensor, turns_TA: Tensor, layout: str) -> Tensor:
-    """Each head rotated, in float32: the pairs of `halves` are (i, i + D / 2), those of `pairs` are neighbours."""
+    """Each head rotated, in float32: the pairs of `halves` are (i, i + A), those of `pairs` are neighbours."""
     if layout == "pairs":
         pairs_TNA = torch.view_as_complex(x_TND.float().unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs_TNA * turns_TA[:, None]).flatten(-2).to(x_TND.dtype)
-    first, second = x_TND.float().chunk(2, dim=-1)
+    angles = turns_TA.shape[-1]
+    first, second, still = x_TND.float().split((angles, angles, x_TND.shape[-1] - 2 * angles), dim=-1)
     cos_T1A, sin_T1A = turns_TA.real[:, None], turns_TA.imag[:, None]
-    return torch.cat((first * cos_T1A - second * sin_T1A, second * cos_T1A + first * sin_T1A), dim=-1).to(x_TND.dtype)
+    turned_TND = (first * cos_T1A - second * sin_T1A, second * cos_T1A + first * sin_T1A, still)
+    return torch.cat(turned_TND, dim=-1).to(x_TND.dtype)
 
 
 def windows(shapes: Sequence[Shape], kernel: int, side: int) -> tuple[Tensor, tuple[int, ...]]:

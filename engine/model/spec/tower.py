@@ -27,12 +27,15 @@ class AxialRope(msgspec.Struct, frozen=True, kw_only=True):
 
     `halves`: the pairs of a head are (i, i + half); the first half of the pairs turns by the row, the second by the
     column, with the same frequencies, or, `split`, with every other one. `pairs`: neighbouring dims are a pair, columns
-    come first and both count from one; a class token does not turn (Llama 4).
+    come first and both count from one; a class token does not turn (Llama 4). With `frames` a third of the pairs each,
+    from the first on and rounded down, turns by frame, row and column, with the same frequencies; what is left of a
+    head stands still (MiniMax-M3).
     """
 
     theta: float
     layout: Literal["halves", "pairs"] = "halves"
     split: bool = False
+    frames: bool = False
 
 
 class GridPositions(msgspec.Struct, frozen=True, kw_only=True):
