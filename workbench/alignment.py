@@ -38,13 +38,14 @@ WORDS: Mapping[str, frozenset[str]] = MappingProxyType(
 """What parts of names mean, over many releases."""
 ATTENTION = ("attn", "attention", "mixer", "self_attn", "mha", "look", "heads")
 FEED = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "moe", "experts", "expert", "think")
-BEHIND = ("post", "after", "2", "ffn", "mlp", "second", "out", "ff", "feed")
+BEHIND = ("post", "after", "2", "ffn", "mlp", "second", "out", "ff", "feed", "final", "last")
 COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "width", "model_dim")
 VOCAB_KEYS = ("vocab_size", "n_vocab", "padded_vocab_size", "num_tokens")
 HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads")
 KV_KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv", "kv_heads", "multi_query_group_num")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts", "moe_num_experts")
+WIDTH_WORDS = ("inter", "ff", "mlp", "inner", "feed", "ffw", "expert_dim", "hidden_dim")
 TOP_KEYS = ("num_experts_per_tok", "top_k", "moe_top_k", "num_selected_experts", "experts_per_token")
 
 
@@ -95,6 +96,7 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
     unmatched: tuple[Pattern, ...]
     questions: tuple[str, ...]
     config: dict[str, Any]
+    as_many_keys: bool = False  # whether keys have as many rows as queries
 
     def filled(self) -> frozenset[str]:
         return frozenset(param for match in self.matches for param in match.params)
@@ -116,6 +118,7 @@ def align(checkpoint: Checkpoint) -> Alignment:
         unmatched=tuple(found.unmatched),
         questions=tuple(dict.fromkeys([*found.questions, *_config_questions(config, sizes)])),
         config=config,
+        as_many_keys=found.rows.get("q", 0) == found.rows.get("k", -1),
     )
 
 
@@ -130,9 +133,9 @@ def _first(config: Mapping[str, Any], keys: Sequence[str], default: int) -> tupl
 
 
 def _named(config: Mapping[str, Any], size: int) -> tuple[int, str]:
-    """A size with the key that holds it."""
-    keys = [key for key, value in config.items() if value == size and isinstance(value, int)]
-    return size, max(keys, key=lambda key: "inter" in key or "ff" in key or "mlp" in key, default="")
+    """A width of feed-forward blocks with the key that holds it; equal numbers of other meaning are none."""
+    keys = [key for key, value in config.items() if value == size and type(value) is int]
+    return size, next((key for key in keys if any(word in key for word in WIDTH_WORDS)), "")
 
 
 def _sizes(config: Mapping[str, Any], checkpoint: Checkpoint) -> Sizes:
@@ -185,6 +188,7 @@ class _Finder:
         self.questions: list[str] = []
         self.head_dim = 0
         self.intermediate = 0
+        self.rows: dict[str, int] = {}
         self._norms: list[Pattern] = []
         self._later: list[Pattern] = []
 
@@ -259,6 +263,7 @@ class _Finder:
             return Match(pattern=pattern, params=(f"{base}gate.weight", f"{base}up.weight"), why="twice the width")
         transpose = self._is_turned(pattern, name)
         rows = pattern.shape[1] if transpose else pattern.shape[0]
+        self.rows[name] = rows
         if name == "q":
             self._heads(rows // self.sizes.heads[0])
         if name in ("gate", "up"):

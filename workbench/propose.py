@@ -1,20 +1,28 @@
 """A draft family file for an architecture that nobody has described yet: what was recognised, and what is open.
 
-The draft is Python, to be finished in a notebook and registered live (`firstlight.engine.register_family`). Everything
-that is not certain is marked UNRESOLVED and is refused when it is used; nothing is filled in for it.
+The draft is Python, to be finished in a notebook and registered live (`firstlight.engine.register_family`). What is not
+certain is marked UNRESOLVED. The draft is tried as it stands: what it does not account for, and keys of the
+configuration that it does not read, are questions as well.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal, printable
+from firstlight.engine.findings import Finding, fatal, printable
 from firstlight.engine.model.families.common import ACTIVATIONS
+from firstlight.engine.model.families.registry import Families
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.ledger import account
 from firstlight.workbench.alignment import Alignment, Match, Pattern, align
+from firstlight.workbench.kinship import Kin, kin_of
 from firstlight.workbench.report import Draft, Report, write_atomically
+
+SAID = 4  # tensors named in a question
 
 
 def propose(source: str | Path, out: str | Path | None = None) -> Report:
@@ -30,7 +38,8 @@ def propose(source: str | Path, out: str | Path | None = None) -> Report:
         raise Refused(
             fatal("usage", f"{target} is there already", file=str(target), next="name another file, or remove it")
         )
-    text = draft_text(name, str(checkpoint.config.get("model_type", name)), found)
+    kin = kin_of([*(match.pattern for match in found.matches), *found.unmatched])
+    text = draft_text(name, str(checkpoint.config.get("model_type", name)), found, kin)
     write_atomically(target, text.encode())
     draft = Draft("propose", f"{checkpoint.name}, model_type {checkpoint.config.get('model_type')!r}")
     total = len(found.matches) + len(found.unmatched)
@@ -41,15 +50,49 @@ def propose(source: str | Path, out: str | Path | None = None) -> Report:
         limit=total,
         unit="patterns",
     )
-    open_ = unresolved(text)
+    open_, tried = unresolved(text), list(_tried(text, checkpoint, found.unmatched))
     draft.check("nothing is left to decide", not open_, value=len(open_), limit=0, unit="places")
+    draft.check(
+        "the draft accounts for all tensors, parameters and keys", not tried, value=len(tried), unit="questions"
+    )
     draft.metric("file", str(target), "", f"{len(text.splitlines())} lines")
     draft.table("matches", (_row(match) for match in found.matches))
     draft.table(
-        "unmatched", ({"tensors": p.template, "shape": list(p.shape), "count": p.count} for p in found.unmatched)
+        "unmatched",
+        (
+            {"tensors": p.template, "shape": list(p.shape), "count": p.count, "known_as": kin.words(p.template)}
+            for p in found.unmatched
+        ),
     )
-    draft.table("to_decide", ({"question": question} for question in (*open_, *found.questions)))
+    draft.table("nearest_families", ({"family": one, "names_shared": count, "of": total} for one, count in kin.nearest))
+    draft.table("to_decide", ({"question": question} for question in (*open_, *tried, *found.questions)))
     return draft.close()
+
+
+def _tried(text: str, checkpoint: Checkpoint, unmatched: tuple[Pattern, ...]) -> Iterator[str]:
+    """What the draft as it stands leaves open, in the engine's own words; what is marked as unmatched apart."""
+    space: dict[str, Any] = {}
+    exec(compile(text, "draft", "exec"), space)  # of our own writing: foreign names stand in it as literals alone
+    families = Families()
+    families.register(space["FAMILY"])
+    try:
+        spec, matcher = families.describe(checkpoint.config)
+        ledger = account(checkpoint, spec, matcher)
+    except Refused as refused:
+        yield from (_said_by(finding) for finding in refused.findings)
+        return
+    marked = [re.compile(re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(pattern.template))) for pattern in unmatched]
+    for finding in (*spec.findings, *ledger.findings):
+        if finding.code == "unconsumed-tensor" and any(one.fullmatch(finding.tensors[0]) for one in marked):
+            continue
+        if finding.severity == "fatal" or finding.code == "unread-config-key":
+            yield _said_by(finding)
+
+
+def _said_by(finding: Finding) -> str:
+    names = ", ".join(finding.tensors[:SAID])
+    more = f" and {len(finding.tensors) - SAID} more" if len(finding.tensors) > SAID else ""
+    return _line(f"{finding.message}{f': {names}{more}' if names and names not in finding.message else ''}")
 
 
 def _row(match: Match) -> dict[str, object]:
@@ -64,14 +107,14 @@ def _row(match: Match) -> dict[str, object]:
 
 def unresolved(text: str) -> list[str]:
     """The places of a draft that are marked."""
-    return [line.split("UNRESOLVED:", 1)[1].strip().strip('")') for line in text.splitlines() if "UNRESOLVED:" in line]
+    return [line.split("UNRESOLVED:", 1)[1].strip() for line in text.splitlines() if "UNRESOLVED:" in line]
 
 
-def draft_text(name: str, model_type: str, found: Alignment) -> str:
+def draft_text(name: str, model_type: str, found: Alignment, kin: Kin) -> str:
     """The draft as Python source. Names from the checkpoint stand in it as literals and in comments, never as code."""
     lines = [f'"""Draft of the family {name}: lined up by names and shapes, to be finished and verified."""', ""]
     lines += [f"# To decide: {_line(question)}" for question in found.questions]
-    lines += ["", *_imports(found), "", "", *_spec(name, found), "", "", *_rules(found)]
+    lines += ["", *_imports(found), "", "", *_spec(name, found), "", "", *_rules(found, kin)]
     lines.append(f"FAMILY = Family(name={name!r}, model_types=({model_type!r},), spec=spec, rules=RULES)")
     return "\n".join(lines) + "\n"
 
@@ -80,11 +123,16 @@ def _imports(found: Alignment) -> list[str]:
     blocks = ["Attention", "LayerSpec", "ModelSpec", "Norm", *(["MoE", "Router"] if _has_experts(found) else ["MLP"])]
     return [
         "from firstlight.engine.model.config import Config",
-        "from firstlight.engine.model.families.common import rope",
+        f"from firstlight.engine.model.families.common import {', '.join(_helpers(found))}",
         "from firstlight.engine.model.families.family import Family",
         "from firstlight.engine.model.rules import WeightRule, rule",
         f"from firstlight.engine.model.spec import {', '.join(sorted(blocks, key=str.lower))}",
     ]
+
+
+def _helpers(found: Alignment) -> list[str]:
+    source = "".join((*_attention(found), *_feed_forward(found)))
+    return [name for name in ("activation", "rope") if f"={name}(" in source] or ["rope"]
 
 
 def _has_experts(found: Alignment) -> bool:
@@ -103,17 +151,21 @@ class _Size:
 def _spec(name: str, found: Alignment) -> list[str]:
     sizes = found.sizes
     heads, kv_heads = _Size(sizes.heads, "attention heads"), _Size(sizes.kv_heads, "key/value heads")
+    shared = "heads" if not sizes.kv_heads[1] and found.as_many_keys else kv_heads.source
+    mark_of_heads = heads.mark or ("" if shared == "heads" else kv_heads.mark)
     layers, hidden = _Size(sizes.layers, "layers"), _Size(sizes.hidden, "hidden size")
     vocab = _Size(sizes.vocab, "vocabulary")
     places = [place for place in _NORMS if f"layers.{{i}}.{place}.weight" in found.filled()]
     given = [f"{place}=norm" for place in places]
     one = "one norm a layer: do both blocks read it side by side (parallel=True)?"
     mark = f"  # UNRESOLVED: {one}" if len(places) == 1 else ""
-    tied = "config.get('tie_word_embeddings', True)" if "head.weight" not in found.filled() else "False"
+    tied = "bool(config.get('tie_word_embeddings', True))" if "head.weight" not in found.filled() else "False"
+    said = [key for key in TOLD_BY_TENSORS if key in found.config]
     return [
         "def spec(config: Config) -> ModelSpec:",
+        *([f"    {', '.join(f'config.get({key!r})' for key in said)}  # the tensors say the same"] if said else []),
         *_norm(found),
-        f"    heads, kv_heads, size = {heads.source}, {kv_heads.source}, {sizes.head_dim}{heads.mark or kv_heads.mark}",
+        *_attention_sizes(heads.source, shared, sizes.head_dim, mark_of_heads),
         *_attention(found),
         *_feed_forward(found),
         f"    layer = LayerSpec({', '.join(['mixer=attention', 'ffn=feed_forward', *given])}){mark}",
@@ -123,12 +175,19 @@ def _spec(name: str, found: Alignment) -> list[str]:
         f"        hidden={hidden.source},{hidden.mark}",
         f"        layers=(layer,) * {layers.source},{layers.mark}",
         "        final_norm=norm,",
-        f"        tied_head=bool({tied}),",
+        f"        tied_head={tied},",
         "        max_positions=int(config.get('max_position_embeddings', 4096)),",
         "    )",
     ]
 
 
+def _attention_sizes(heads: str, kv_heads: str, size: int, mark: str) -> list[str]:
+    if kv_heads == "heads":
+        return [f"    heads = kv_heads = {heads}{mark}", f"    size = {size}"]
+    return [f"    heads, kv_heads, size = {heads}, {kv_heads}, {size}{mark}"]
+
+
+TOLD_BY_TENSORS = ("head_dim", "attention_bias", "qkv_bias", "mlp_bias", "tie_word_embeddings", "kv_channels")
 _NORMS = ("mixer_norm", "post_mixer_norm", "ffn_norm", "post_ffn_norm")
 
 
@@ -137,7 +196,10 @@ def _norm(found: Alignment) -> list[str]:
     has_bias = any(param.endswith("norm.bias") for param in found.filled())
     kind = "'layer'" if has_bias else "'rms'"
     eps, mark = (f"float(config.need({key!r}))", "") if key else ("1e-6", "  # UNRESOLVED: the epsilon of the norms")
-    return [f"    norm = Norm(kind={kind}, eps={eps}, bias={has_bias}){mark}"]
+    has_weight = any(param.endswith("norm.weight") for param in found.filled())
+    if not has_weight:
+        mark = f"{mark or '  # UNRESOLVED:'} no norm has weights: where are norms, if any?"
+    return [f"    norm = Norm(kind={kind}, eps={eps}, weight={has_weight}, bias={has_bias}){mark}"]
 
 
 def _attention(found: Alignment) -> list[str]:
@@ -186,21 +248,24 @@ def _feed_forward(found: Alignment) -> list[str]:
 
 def _activation(found: Alignment) -> tuple[str, str]:
     """The activation as source, and the mark behind it where it is not known."""
-    names = [value for key, value in found.config.items() if "act" in key and isinstance(value, str)]
-    if names and names[0] in ACTIVATIONS:
-        return repr(ACTIVATIONS[names[0]]), ""
+    names = {key: value for key, value in found.config.items() if "act" in key and isinstance(value, str)}
     if not names:
         return "'silu'", "  # UNRESOLVED: no key names the activation"
-    return repr(names[0]), f"  # UNRESOLVED: no kernel knows the activation {_line(names[0])}"
+    key, name = next(iter(names.items()))
+    if name in ACTIVATIONS:
+        return f"activation(config, {key!r})", ""
+    return f"str(config.need({key!r}))", f"  # UNRESOLVED: no kernel knows the activation {_line(name)}"
 
 
-def _rules(found: Alignment) -> list[str]:
+def _rules(found: Alignment, kin: Kin) -> list[str]:
     lines = ["RULES: tuple[WeightRule, ...] = ("]
     for match in found.matches:
         options = "".join(f", {name}=True" for name in ("transpose", "stacked") if getattr(match, name))
         params = ", ".join(repr(param) for param in match.params)
         lines.append(f"    rule({match.pattern.template!r}, {params}{options}),")
-    lines += [f"    # UNRESOLVED: {_said(pattern)}" for pattern in found.unmatched]
+    for pattern in found.unmatched:
+        known = kin.words(pattern.template)
+        lines.append(f"    # UNRESOLVED: {_said(pattern)}{f': {known}' if known else ''}")
     return [*lines, ")"]
 
 

@@ -16,6 +16,7 @@ from firstlight.engine.model.families.registry import Families
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.alignment import align
+from firstlight.workbench.kinship import kin_of
 from firstlight.workbench.propose import draft_text, propose, unresolved
 
 Get = Callable[[str], Path]
@@ -106,12 +107,51 @@ def test_what_is_not_certain_is_marked_and_nothing_is_made_up(tmp_path: Path) ->
     assert found.sizes.head_dim == 4
 
 
+def test_keys_that_the_draft_does_not_read_are_asked_for(checkpoint: Get, tmp_path: Path) -> None:
+    """All tensors are recognised, and a cap on the logits is in the configuration alone: the draft is not finished."""
+    home = disguised(checkpoint("llama"), tmp_path / "nobody")
+    config = json.loads((home / "config.json").read_text())
+    assert propose(home, tmp_path / "plain.py").passed
+    (home / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 15.0}))
+    report = propose(home, tmp_path / "capped.py")
+    assert report.status == "failed"
+    assert any("final_logit_softcapping" in row["question"] for row in report.tables["to_decide"])
+
+
+def test_a_number_of_another_meaning_is_no_width(tmp_path: Path) -> None:
+    shapes = {
+        "words.weight": (50, 16),
+        "last.weight": (16,),
+        "blocks.0.attn.q.weight": (16, 16),
+        "blocks.0.attn.k.weight": (16, 16),
+        "blocks.0.attn.v.weight": (16, 16),
+        "blocks.0.attn.o.weight": (16, 16),
+        "blocks.0.mlp.fc1.weight": (64, 16),
+        "blocks.0.mlp.fc2.weight": (16, 64),
+    }
+    sizes = {"n_layer": 1, "d_model": 16, "n_head": 4, "vocab_size": 50, "n_positions": 64, "act": "relu"}
+    home = write(tmp_path / "odd", {"model_type": "odd", **sizes}, shapes)
+    propose(home, tmp_path / "odd.py")
+    text = (tmp_path / "odd.py").read_text()
+    assert any("feed-forward width (64)" in mark for mark in unresolved(text))
+    assert "heads = kv_heads = config.size('n_head')" in text  # as many keys as queries
+    assert any("no norm has weights" in mark for mark in unresolved(text)) is False
+
+
+def test_families_that_know_the_names_are_told(checkpoint: Get, tmp_path: Path) -> None:
+    report = propose(disguised(checkpoint("deepseek_v3"), tmp_path / "nobody"), tmp_path / "draft.py")
+    known = {row["tensors"]: row["known_as"] for row in report.tables["unmatched"]}
+    (latent,) = [said for name, said in known.items() if "kv_a_proj_with_mqa" in name]
+    assert "mixer.kv_a.weight in " in latent
+    assert "deepseek_v3" in [row["family"] for row in report.tables["nearest_families"]]
+
+
 def test_names_from_a_checkpoint_never_become_code(tmp_path: Path) -> None:
     evil = 'x"""\nimport os\nos.system("true")\n#'
     shapes = {"words.weight": (50, 16), f"blocks.0.{evil}.weight": (3, 3), f"blocks.0.attn.{evil}q.weight": (16, 16)}
     config = {"model_type": evil, "n_layer": 1, "d_model": 16, "vocab_size": 50, "act": evil, evil: 16}
     home = write(tmp_path / "evil", config, shapes)
-    text = draft_text("evil", evil, align(Checkpoint.open(home)))
+    text = draft_text("evil", evil, align(Checkpoint.open(home)), kin_of([]))
     tree = ast.parse(text)
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     assert {type(node).__name__ for node in tree.body} <= {"Expr", "ImportFrom", "FunctionDef", "Assign", "AnnAssign"}
