@@ -119,6 +119,12 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         return default
     if not text.isdecimal():
         raise Refused(
-            fatal("usage", f"the environment variable {name} is no number", expected="an integer", found=text)
+            fatal(
+                "usage",
+                f"the environment variable {name} is no number",
+                expected="an integer",
+                found=text,
+                next=f"correct {name}, or unset it",
+            )
         )
     return int(text)

@@ -48,7 +48,14 @@ def _from_file(path: Path, max_bytes: int) -> tuple[bytes, str]:
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise Refused(fatal("bad-image", f"the picture cannot be read: {reason}", file=str(path))) from None
+        raise Refused(
+            fatal(
+                "bad-image",
+                f"the picture cannot be read: {reason}",
+                file=str(path),
+                next="name an image file that this user may read",
+            )
+        ) from None
     size = len(data) if len(data) <= max_bytes else max(path.stat().st_size, len(data))
     _check_size(size, max_bytes, str(path))
     return data, str(path)
@@ -67,6 +74,7 @@ def _from_data_url(url: str, max_bytes: int) -> tuple[bytes, str]:
                 file=name,
                 expected="data:image/png;base64,<data>",
                 found=f"data:{head[:SHOWN_CHARACTERS]}",
+                next="send the picture's bytes in base64",
             )
         )
     if not kind.startswith("image/"):
@@ -77,6 +85,7 @@ def _from_data_url(url: str, max_bytes: int) -> tuple[bytes, str]:
                 file=name,
                 expected="image/...",
                 found=kind or "no type",
+                next="name the picture's type: data:image/png;base64,<data>",
             )
         )
     # Held against the limit before it is decoded: four characters are three bytes.
@@ -86,7 +95,14 @@ def _from_data_url(url: str, max_bytes: int) -> tuple[bytes, str]:
     try:
         data = base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused(fatal("bad-image", f"the base64 of a data URL is broken: {error}", file=name)) from None
+        raise Refused(
+            fatal(
+                "bad-image",
+                f"the base64 of a data URL is broken: {error}",
+                file=name,
+                next="encode the picture's bytes anew",
+            )
+        ) from None
     _check_size(len(data), max_bytes, name)
     return data, name
 

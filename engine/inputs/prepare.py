@@ -183,7 +183,13 @@ class Processor:
         spans = self._spans(ids, counts) if counts else ()
         if not ids:
             raise Refused(
-                fatal("bad-request", "the prompt has no tokens", expected="at least one token", found=repr(text))
+                fatal(
+                    "bad-request",
+                    "the prompt has no tokens",
+                    expected="at least one token",
+                    found=repr(text),
+                    next="give a text",
+                )
             )
         record = PreparedRecord(
             tokenizer_class=self.tokenizer.class_name,

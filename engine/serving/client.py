@@ -208,7 +208,9 @@ def _data_url(picture: PictureSource) -> str:
             data = Path(picture).read_bytes()
         except OSError as error:
             code = "not-found" if isinstance(error, FileNotFoundError) else "bad-image"
-            raise Refused(fatal(code, f"the picture cannot be read: {error.strerror}", file=str(picture))) from None
+            raise Refused(
+                fatal(code, f"the picture cannot be read: {error.strerror}", file=str(picture), next="check its path")
+            ) from None
     elif isinstance(picture, bytes):
         data = picture
     else:

@@ -32,10 +32,18 @@ def read_generation(body: bytes) -> Generation:
     try:
         asked = msgspec.json.decode(body, type=Generation)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(fatal("bad-request", "the body cannot be used", expected="JSON", found=str(error))) from None
+        raise Refused(
+            fatal("bad-request", "the body cannot be used", expected="JSON", found=str(error), next="send JSON")
+        ) from None
     if any(not url.startswith("data:") for url in asked.pictures):
         raise Refused(
-            fatal("bad-image", "a picture that is not sent along", expected="data: URLs", found=asked.pictures[0][:80])
+            fatal(
+                "bad-image",
+                "a picture that is not sent along",
+                expected="data: URLs",
+                found=asked.pictures[0][:80],
+                next="send bytes",
+            )
         )
     return asked
 
@@ -119,4 +127,12 @@ def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 
 
 def _bad(expected: str, found: str) -> Refused:
-    return Refused(fatal("bad-golden", "the body of a trace cannot be used", expected=expected, found=found))
+    return Refused(
+        fatal(
+            "bad-golden",
+            "the body of a trace cannot be used",
+            expected=expected,
+            found=found,
+            next="send what EngineClient.trace sends",
+        )
+    )

@@ -227,4 +227,14 @@ def _tensor(path: str | Path, name: str, tag: str, shape: tuple[int, ...], data:
 
 def _refuse(path: str | Path, code: str, message: str, name: str | None, expected: str, found: str) -> NoReturn:
     tensors = (name,) if name is not None else ()
-    raise Refused(fatal(code, message, file=str(path), tensors=tensors, expected=expected, found=found))
+    raise Refused(
+        fatal(
+            code,
+            message,
+            file=str(path),
+            tensors=tensors,
+            expected=expected,
+            found=found,
+            next="write the file again, or name another",
+        )
+    )

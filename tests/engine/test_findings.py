@@ -29,6 +29,17 @@ def test_the_codes_that_are_promised_are_there() -> None:
     assert set(PROMISED.split()) <= set(CODES)
 
 
+def test_every_refusal_says_what_to_do_next() -> None:
+    silent = [
+        f"{path}:{call.lineno}"
+        for path in python_files("engine", "kernels", "workbench", "dashboards")
+        for call in ast.walk(syntax_tree(path))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "fatal"
+        if not {"next", None} & {keyword.arg for keyword in call.keywords}  # None: **fields
+    ]
+    assert silent == []
+
+
 def test_every_code_that_is_used_is_listed() -> None:
     """`fatal("code", ...)`, `warning(...)`, `note(...)` and `warn(...)` anywhere in the packages."""
     used: dict[str, str] = {}

@@ -46,7 +46,15 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         )
         return _with_unused(report, arguments)
     if arguments.layers is not None or arguments.forward:
-        raise Refused(fatal("usage", "--layers and --forward are of one rank", expected="--rank R", found="no rank"))
+        raise Refused(
+            fatal(
+                "usage",
+                "--layers and --forward are of one rank",
+                expected="--rank R",
+                found="no rank",
+                next="add --rank",
+            )
+        )
     from firstlight.workbench.load import load
 
     report = load(
