@@ -172,16 +172,15 @@ def unread(file: str, offset_bytes: int, nbytes: int, reason: str) -> Refused:
     )
 
 
-def out_of_patience(file: str, offset_bytes: int, nbytes: int, attempts: int, waited_s: float, reason: str) -> Refused:
-    """A source far away gave no byte of a range for as long as was waited for one."""
+def out_of_patience(file: str, offset_bytes: int, nbytes: int, found: str) -> Refused:
+    """A source far away gave next to nothing of a range for as long as was waited for it."""
     return Refused(
         fatal(
             "read-failed",
-            f"bytes {offset_bytes} to {offset_bytes + nbytes - 1} could not be read: {attempts} attempts failed while "
-            f"no byte came for {waited_s:.1f} s, the last: {reason}",
+            f"bytes {offset_bytes} to {offset_bytes + nbytes - 1} could not be read: {found}",
             file=file,
-            expected=f"{nbytes} bytes from byte {offset_bytes} on",
-            found=reason,
+            expected=f"{nbytes:,} bytes from byte {offset_bytes} on",
+            found=found,
             next="check the network and the server; --patience SECONDS tries for longer, --keep goes on from what came",
         )
     )

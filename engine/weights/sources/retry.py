@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from firstlight.engine.weights.sources.base import Usage, out_of_patience, scatter
 
 PATIENCE_S = 8.0
+LEAST_BYTES = 64 << 10  # that renew it: a server that gives a few and breaks off, again and again, would never end
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """`patience_s` without a byte are the end, though not before `attempts`; pauses double from `first_s` to `most_s`.
+    """`patience_s` without progress are the end, though not before `attempts`; pauses double up to `most_s`.
 
     A connection on which nothing comes for `stall_s` is cut by us.
     """
@@ -36,11 +37,11 @@ class Retry:
 
 
 class Patience:
-    """What is left of it, from the last byte that came."""
+    """What is left of it, from the last progress on."""
 
     def __init__(self, retry: Retry, stop: threading.Event | None = None) -> None:
         """`stop` is set by whoever wants no more of it."""
-        self.failures = 0
+        self.failures = self.gained_bytes = 0
         self._retry = retry
         self._stop = stop or threading.Event()
         self._since_s = time.monotonic()
@@ -53,9 +54,12 @@ class Patience:
     def waited_s(self) -> float:
         return time.monotonic() - self._since_s
 
-    def renew(self) -> None:
-        """A byte came."""
-        self.failures, self._since_s = 0, time.monotonic()
+    def gain(self, nbytes: int) -> None:
+        """Bytes came."""
+        self.gained_bytes += nbytes
+        if self.gained_bytes >= LEAST_BYTES:
+            self.failures = self.gained_bytes = 0
+            self._since_s = time.monotonic()
 
     def ends(self) -> bool:
         """Another attempt failed; whether that was the last one."""
@@ -120,9 +124,9 @@ def fill(
         usage.add("fetched", before - target.left)
         if not target.left:
             return
-        if target.left < before:
-            patience.renew()
+        patience.gain(before - target.left)
         if patience.ends():
-            raise out_of_patience(file, target.offset_bytes, target.left, patience.failures, patience.waited_s, reason)
+            tried = f"{patience.failures} attempts in {patience.waited_s:.1f} s gave {patience.gained_bytes:,} bytes"
+            raise out_of_patience(file, target.offset_bytes, target.left, f"{tried}, the last: {reason}")
         usage.add("retries")
         patience.pause(pause_s)
