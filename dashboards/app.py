@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import panel as pn
 from bokeh.server.auth_provider import AuthProvider
@@ -78,6 +79,7 @@ class Dashboard:
         self._message = pane()
         self._main = column(self._message)
         self._names: list[str] = []
+        self._unknown = ""  # a run that the address named and that is not here
         self._document: Any = None
         self._location: Any = None
         self._listed_s = 0.0
@@ -115,11 +117,8 @@ class Dashboard:
         template.add_panel("nav", pn.Column(self._run, self._tab, sizing_mode="stretch_width", margin=0))
         template.add_panel("main", self._main)
         self._document = pn.state.curdoc
-        location = pn.state.location
-        if location is not None:
-            location.sync(self._run, {"value": "run"})
-            location.sync(self._tab, {"value": "tab"})
-            self._location = location
+        self._location = pn.state.location
+        self._go_where_the_address_says()
         self._choose()
         for name, value in (
             ("style", FRAME),
@@ -134,10 +133,21 @@ class Dashboard:
         pn.state.add_periodic_callback(self.tick, TICK_MS)
         return template
 
+    def _go_where_the_address_says(self) -> None:
+        """The run and tab of a link; what is not there is said, and the latest run shown."""
+        asked = {name: found[0].decode(errors="replace") for name, found in pn.state.session_args.items() if found}
+        run, tab = asked.get("run", ""), asked.get("tab", "")
+        self._unknown = run if run and run not in self._names else ""
+        if run in self._names:
+            self._run.value = run
+        if tab in self._tab.options:
+            self._tab.value = tab
+
     def _tell_address(self) -> None:
-        """What is shown can be linked to at once, also when the address named neither run nor tab."""
-        if self._location is not None and self._run.value is not None and "tab=" not in self._location.search:
-            self._location.update_query(run=self._run.value, tab=self._tab.value)
+        """What is shown can be linked to, whatever else the address said; a token does not stay in it."""
+        shown = "?" + urlencode({"run": self._run.value or "", "tab": self._tab.value})
+        if self._location is not None and self._run.value is not None and self._location.search != shown:
+            self._location.search = shown
 
     def news(self) -> None:
         """From the store's thread: something changed. Drawn in the page's own turn, once for all that came."""
@@ -198,7 +208,9 @@ class Dashboard:
         except Refused as refused:
             put(self._message, html.page(html.card("No such run", html.nothing(str(refused.findings[0].message)))))
             return
-        put(self._message, "")
+        said = f"There is no run {self._unknown!r} here; this is {name}." if self._unknown else ""
+        put(self._message, html.page(html.card("No such run", html.nothing(said), "alarm")) if said else "")
+        self._unknown = ""
         self._views.clear()
         self._drawn = ("", "", -1)
         self._open_tab()
@@ -211,6 +223,7 @@ class Dashboard:
             kind = next(view for view in VIEWS if view.title == title)  # type: ignore[attr-defined]
             self._views[title] = kind(self)
         view = self._views[title]
+        self._tell_address()
         view.draw(self._follower.snapshot)
         self._drawn = (self._follower.snapshot.directory, title, self._follower.snapshot.version)
         self._main.objects = [self._message, view.panel()]

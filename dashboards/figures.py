@@ -55,7 +55,10 @@ def curves(series: Mapping[str, Sequence[Bucket]], unit: str, height: int = 240)
                 "connectgaps": False,
             }
         )
-    return {"data": traces, "layout": _layout(height, xaxis={"type": "date"}, yaxis={"title": {"text": unit}, "rangemode": "tozero"})}
+    return {
+        "data": traces,
+        "layout": _layout(height, xaxis={"type": "date"}, yaxis={"title": {"text": unit}, "rangemode": "tozero"}),
+    }
 
 
 def _with_gaps(buckets: Sequence[Bucket]) -> list[tuple[float, float | None]]:

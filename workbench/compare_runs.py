@@ -14,6 +14,8 @@ BETTER_LOW = ("_s", "_ms", "_max_abs", "kl_mean", "_noise_floor")
 """Endings of figures that had better be small; bytes and counts are neither better nor worse."""
 BETTER_HIGH = ("per_s", "_rate", "_agreement", "_overlap", "_of_limit")
 
+SHORTEST_S = 0.01  # what takes less is as long as chance has it
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of all runs, None where a run lacks it. `ratio`: the last run's to the first's."""
@@ -26,11 +28,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worse_by(figure: str, before: object, now: object) -> float | None:
-    """By what factor a figure got worse, below 1 if better; None where it is no number or neither good nor bad."""
+    """By what factor a figure got worse, below 1 if better; None where it is no number, too short, or neither."""
     if not (is_number(before) and is_number(now)) or not before or not now:
         return None
     ratio = float(now) / float(before)  # type: ignore[arg-type]
-    if ratio <= 0:
+    if ratio <= 0 or (figure.endswith("_s") and max(float(before), float(now)) < SHORTEST_S):  # type: ignore[arg-type]
         return None
     if figure.endswith(BETTER_HIGH):
         return 1 / ratio

@@ -170,6 +170,13 @@ def test_what_reaches_beyond_its_block_is_overlapped() -> None:
     assert found["overlapped"] == pytest.approx(75.0)
 
 
+def test_figures_stand_in_their_own_unit() -> None:
+    shares = {"overlapped": 75.0, "decode_of_limit": 6.5, "share_of_limit": 0.25}
+    shown = html.table([shares | {"waited_s": 8.5e-6, "rate_bytes_per_s": 2.0**20}])
+    for expected in (">75 %<", ">6.5 %<", ">25 %<", ">8.5 us<", ">1.00 MiB/s<"):
+        assert expected in shown, expected
+
+
 def test_a_request_that_a_rung_recorded_is_not_shown_twice() -> None:
     def event(time_s: float, name: str, rung: str, number: int, prompt: int = 7) -> RequestEvent:
         record = f'{{"number": {number}}}'
