@@ -102,8 +102,8 @@ def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     if path.is_file():
         return path.stem, completed(_read(path.parent, path.name))
     name = path.name.removesuffix(".json")
-    if (known := shipped(name)) is not None:
-        return name, completed(known)
+    if (facts := shipped(name)) is not None:
+        return name, completed(facts)
     known = resources.files("firstlight.data").joinpath("models")
     names = sorted(entry.name.removesuffix(".json") for entry in known.iterdir() if entry.name.endswith(".json"))
     raise Refused(

@@ -81,6 +81,15 @@ TINY: dict[str, Tiny] = {
             "n_layer": 2,
         }
     ),
+    "bloom-onto-norms": Tiny(
+        {
+            **_old("bloom"),
+            "hidden_size": 32,
+            "n_head": 4,
+            "n_layer": 2,
+            "apply_residual_connection_post_layernorm": True,
+        }
+    ),
     "falcon-alibi": Tiny(
         llama(
             model_type="falcon",

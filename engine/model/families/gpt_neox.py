@@ -7,7 +7,7 @@ from firstlight.engine.model.families.common import PRE, activation, decoder, gq
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.state_spaces import ENDLESS
 from firstlight.engine.model.rules import WeightRule, ignored, rule
-from firstlight.engine.model.spec import MLP, Alibi, ModelSpec
+from firstlight.engine.model.spec import MLP, Alibi, Blend, ModelSpec
 from firstlight.engine.model.spec.alibi import slopes
 
 
@@ -36,7 +36,7 @@ def _key_heads(config: Config) -> int:
 
 
 def _falcon(config: Config) -> ModelSpec:
-    config.only("apply_residual_connection_post_layernorm", False, default=False)
+    config.get("apply_residual_connection_post_layernorm")  # without effect in the reference
     newer, biased = bool(config.get("new_decoder_architecture", False)), bool(config.get("alibi", False))
     parallel = bool(config.get("parallel_attn", True))
     heads, bias = config.size("num_attention_heads"), bool(config.get("bias", False))
@@ -75,7 +75,7 @@ def _bloom(config: Config) -> ModelSpec:
     older = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
     config.assume(**{ours: config.get(theirs) for ours, theirs in older.items() if theirs in config})
     config.only("n_embed", config.size("hidden_size"), default=config.size("hidden_size"))
-    config.only("apply_residual_connection_post_layernorm", False, default=False)
+    onto_norms = bool(config.get("apply_residual_connection_post_layernorm", False))
     for key in ("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "masked_softmax_fusion", "offset_alibi"):
         config.get(key)  # how sums are ordered, or of code that is gone
     hidden, norm = config.size("hidden_size"), layer_norm(config, "layer_norm_epsilon")
@@ -89,6 +89,8 @@ def _bloom(config: Config) -> ModelSpec:
     )
     feed_forward = MLP(intermediate=4 * hidden, activation="gelu_tanh", gated=False, bias=True)
     values: dict[str, Any] = {"norm": norm, "embed_norm": norm, "tie_default": True, "max_positions": ENDLESS}
+    if onto_norms:  # what a norm gives is the stream
+        values["layer"] = {"blends": (Blend(keep=1.0, add=1.0), Blend(keep=1.0, add=1.0))}
     config.get("seq_length")  # what it was trained with; nothing ends there
     return decoder(config, "bloom", lambda i: attention, lambda i: feed_forward, **values)
 

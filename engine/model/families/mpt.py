@@ -23,9 +23,11 @@ def spec(config: Config) -> ModelSpec:
     own.only("attn_type", "multihead_attention", default="multihead_attention")
     for key in ("attn_impl", "attn_pdrop", "attn_uses_sequence_id", "model_type"):
         own.get(key)  # how it is computed, and of training
-    for key, value in (("no_bias", True), ("expansion_ratio", 4), ("logit_scale", None)):
-        config.only(key, value, default=value)
-    for key in ("learned_pos_emb", "emb_pdrop", "embedding_fraction", "init_device", "norm_type", "verbose"):
+    config.only("no_bias", True, default=True)
+    config.only("expansion_ratio", 4, default=4)
+    config.only("logit_scale", None)
+    unused = "learned_pos_emb emb_pdrop embedding_fraction init_device init_config norm_type verbose"
+    for key in unused.split():
         config.get(key)  # without effect beside the biases, or of training
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     attention = gqa(

@@ -150,8 +150,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     def operators(self) -> tuple[str, ...]:
         """Operators of kernels/ that a forward calls, beside linear and norms."""
-        over = ("attention",) if self.chunk is None and self.alibi is None else ("selective_attention",)
-        over = ("attention", "selective_attention") if self.blocks else over
+        whole = self.chunk is None and self.alibi is None
+        over = (*(("attention",) if whole else ()), *(("selective_attention",) if self.blocks or not whole else ()))
         return (*(("rotary",) if self.rope else ()), *over, "write_cache")
 
     def cache(self) -> CacheSpec:
