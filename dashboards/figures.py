@@ -202,7 +202,7 @@ def loading(events: Sequence[tuple[str, float, float]], unit_bytes: float = 2**2
 
 
 def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
-    """The rate of reading layer by layer, a bar a rank, beside what the source gives: rows of `load`'s `by_layer`.
+    """The rate of reading up to each layer, a bar a rank, beside what the source gives: rows of `load`'s `by_layer`.
 
     None without rates, as of a load that was held.
     """
@@ -219,8 +219,8 @@ def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
             "x": [str(row["layer"]) for row in found],
             "y": [row["rate_bytes_per_s"] / 2**20 for row in found],
             "hovertext": [
-                f"{html.escape(str(row['layer']))}, rank {rank}<br>{row['read_bytes'] / 2**20:,.2f} MiB in"
-                f" {row['read_s']:.4f} s"
+                f"{html.escape(str(row['layer']))}, rank {rank}<br>{row['read_bytes'] / 2**20:,.2f} MiB, there"
+                f" after {row.get('done_s', row.get('read_s', 0.0)):.4f} s"
                 for row in found
             ],
             "marker": {"color": colour(f"rank {rank}", rank)},

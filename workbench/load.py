@@ -199,9 +199,10 @@ def _phase(name: str, rank: int, world_size: int) -> str:
 
 
 class _Listener:
-    """Tells how a rank's load goes on, and keeps a row a layer: bytes and seconds, without the time that telling took.
+    """Tells how a rank's load goes on, and keeps a row a layer: its bytes, and after how many seconds they were there.
 
-    Whoever is told may hold the load there, as a view does that goes layer by layer: `held_s`.
+    Layers are read ahead of the one that is told of, many at once, so a layer has no time of its own. Whoever is told
+    may hold the load there, as a view does that goes layer by layer: `held_s`, which does not count.
     """
 
     def __init__(self, progress: Progress, rank: int, world_size: int) -> None:
@@ -210,20 +211,20 @@ class _Listener:
         self._progress = progress
         self._rank = rank
         self._phase = _phase("read weights", rank, world_size)
-        self._done, self._at_s = 0, 0.0
+        self._done = 0
 
     def __call__(self, now: LoadProgress) -> None:
         name = f"layer {now.layer}" if 0 <= now.layer < AFTER_LAYERS else _ELSEWHERE[now.layer > 0]
         if not self.rows or self.rows[-1]["layer"] != name:
-            self.rows.append({"rank": self._rank, "layer": name, "read_bytes": 0, "read_s": 0.0})
+            self.rows.append({"rank": self._rank, "layer": name, "read_bytes": 0, "done_bytes": 0, "done_s": 0.0})
         row = self.rows[-1]
         row["read_bytes"] += now.bytes_done - self._done
-        row["read_s"] += now.elapsed_s - self._at_s
+        row["done_bytes"], row["done_s"] = now.bytes_done, now.elapsed_s - self.held_s
         started_s = time.perf_counter()
         self._progress(self._phase, now.bytes_done, now.bytes_total, "B", name)
         held_s = time.perf_counter() - started_s
         self.held_s += held_s
-        self._done, self._at_s = now.bytes_done, now.elapsed_s + held_s
+        self._done = now.bytes_done
 
 
 def _is_held(rows: list[dict[str, Any]]) -> bool:
@@ -232,8 +233,8 @@ def _is_held(rows: list[dict[str, Any]]) -> bool:
 
 
 def _with_rate(row: Mapping[str, Any], limit: float | None, is_held: bool) -> dict[str, Any]:
-    """A row of a layer with its rate and that rate's share of the source's; none where the load was held."""
-    rate = row["read_bytes"] / row["read_s"] if row["read_s"] > 0 and not is_held else None
+    """A row of a layer with the rate of all that was there by then, and its share of the source's; none if held."""
+    rate = row["done_bytes"] / row["done_s"] if row["done_s"] > 0 and not is_held else None
     return {**row, "rate_bytes_per_s": rate, "share_of_limit": rate / limit if rate and limit else None}
 
 

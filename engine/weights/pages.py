@@ -124,7 +124,9 @@ class Pages:
         with self._changed:
             self._changed.wait_for(lambda: self._frontier >= last or self._stop or self._is_taken_over)
         if self._frontier < last:
+            before_s = time.perf_counter()
             self._complete(0, last)
+            self._backing_s += time.perf_counter() - before_s
         self._stood_s += time.perf_counter() - started_s
         if wanted == self.length:
             for worker in self._workers:

@@ -94,6 +94,17 @@ def test_every_way_of_reading_gives_the_same_weights(reader: Method, checkpoint:
     }
 
 
+def test_layers_say_when_they_were_there_and_no_rate_is_of_bytes_read_before(checkpoint: Get) -> None:
+    """Layers are read ahead: the time between two of them says nothing, that from the start on does."""
+    report = load(checkpoint("llama"), Mesh(tp=2))
+    for rank in (0, 1):
+        rows = [row for row in report.tables["by_layer"] if row["rank"] == rank]
+        assert [row["done_s"] for row in rows] == sorted(row["done_s"] for row in rows)
+        assert rows[-1]["done_bytes"] == sum(row["read_bytes"] for row in rows)
+        for row in rows:
+            assert row["rate_bytes_per_s"] == pytest.approx(row["done_bytes"] / row["done_s"])
+
+
 def test_a_checkpoint_behind_a_url_is_loaded_from_there(checkpoint: Get, tmp_path: Path) -> None:
     home = checkpoint("llama")
     with far.served(home) as web:

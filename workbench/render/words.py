@@ -69,13 +69,15 @@ def cell(column: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if column.endswith("_bytes"):
             return in_bytes(value)
+        if column.endswith("_bytes_per_s"):
+            return f"{in_bytes(value)}/s"
         return number(value)
     return quantity(value)
 
 
 def heading(column: str) -> str:
     """A column's name to read: `weight_bytes` -> `weight`, `step_time_ms` -> `step time (ms)`."""
-    name = column.removesuffix("_bytes") or "bytes"
+    name = column.removesuffix("_bytes_per_s").removesuffix("_bytes") or "bytes"
     for unit in ("ms", "s", "us", "gib"):
         if name.endswith(f"_{unit}") and not name.endswith(f"_per_{unit}"):
             return f"{name[: -len(unit) - 1].replace('_', ' ')} ({unit})"

@@ -96,3 +96,87 @@ def test_reserving_and_reading_load_no_torch() -> None:
     names = ("pages", "readers", "sources.mirror", "sources.http", "checkpoint", "ledger")
     code = "import sys\n" + "".join(f"import firstlight.engine.weights.{name}\n" for name in names)
     subprocess.run([sys.executable, "-c", f"{code}assert 'torch' not in sys.modules"], check=True, timeout=60)
+
+
+def slow_backing(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """Nothing is backed before the event; then the offsets are noted."""
+    gate, backed_at = threading.Event(), []
+    whole = pages._back
+
+    def back(offset: int, nbytes: int) -> None:
+        gate.wait(10)
+        backed_at.append(offset)
+        whole(offset, nbytes)
+
+    monkeypatch.setattr(pages, "_back", back)
+    return gate, backed_at
+
+
+def test_who_takes_over_has_backed_what_it_needs_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page that one of them is at is theirs to finish; a page that was never needed is backed at the end."""
+    pages = Pages(SIZE, "test")
+    gate, backed_at = slow_backing(pages, monkeypatch)
+    pages.back(1)
+    pages.take_over()
+    gate.set()
+    needed = SIZE - HUGE_PAGE_BYTES - 5
+    pages.provide(needed, needed + 10)
+    assert sorted(backed_at)[-2:] == [SIZE - 2 * HUGE_PAGE_BYTES, SIZE - HUGE_PAGE_BYTES]
+    assert len(backed_at) <= 3
+    pages.provide(needed, needed + 10)
+    assert len(backed_at) <= 3, "nothing is backed twice"
+    pages.check()
+    pages.wait()
+    assert sorted(backed_at) == list(range(0, SIZE, HUGE_PAGE_BYTES))
+    assert not [one for one in threading.enumerate() if one.name.startswith("pages-")]
+    assert 0 < pages.waited_s <= pages.backing_s
+    pages.check()
+
+
+def test_many_that_need_the_same_page_wait_for_the_one_that_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(SIZE, "test")
+    gate, backed_at = slow_backing(pages, monkeypatch)
+    pages.back(1)
+    pages.take_over()
+    writers = [threading.Thread(target=pages.provide, args=(SIZE // 2 + n, SIZE // 2 + n + 1)) for n in range(5)]
+    for writer in writers:
+        writer.start()
+    time.sleep(0.05)
+    assert all(writer.is_alive() for writer in writers)
+    gate.set()
+    for writer in writers:
+        writer.join(10)
+    assert backed_at.count(SIZE // 2) == 1
+    pages.stop()
+    pages.check()
+
+
+def test_taking_over_wakes_whoever_waits_for_the_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(SIZE, "test")
+    gate, _ = slow_backing(pages, monkeypatch)
+    pages.back(2)
+    waiting = threading.Thread(target=pages.wait)
+    waiting.start()
+    pages.take_over()
+    gate.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert backed(pages) >= SIZE * 0.98
+
+
+def test_stopping_leaves_nobody_waiting_for_a_page_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(SIZE, "test")
+    gate, backed_at = slow_backing(pages, monkeypatch)
+    pages.back(1)
+    pages.take_over()
+    writer = threading.Thread(target=pages.provide, args=(0, SIZE))
+    writer.start()
+    stopping = threading.Thread(target=pages.stop)
+    stopping.start()
+    time.sleep(0.05)
+    gate.set()
+    for thread in (writer, stopping):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(backed_at) < SIZE // HUGE_PAGE_BYTES
+    pages.provide(0, SIZE)
