@@ -34,6 +34,7 @@ from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run
 
 if TYPE_CHECKING:
+    from firstlight.workbench.start import AnyHost
     from firstlight.workbench.telemetry.sampler import Sampler
 
 ENGINE_FOLDER = "engine"
@@ -98,7 +99,7 @@ class Bringup:
         self.run.update(engine={**(self.run.record.engine or {}), "options": msgspec.to_builtins(self.options)})
         self.force = force
         self.detached = detached
-        self.host: Host | None = None
+        self.host: AnyHost | None = None
         self._telemetry_hz = telemetry_hz
         self._sampler: Sampler | None = None
         self.accepted: Sequence[Mapping[str, Any]] | None = None  # answers that `validate` compares with
@@ -282,7 +283,7 @@ class Bringup:
         if sampler is not None:
             sampler.close()
         try:
-            if host is not None and self.detached:
+            if isinstance(host, Host) and self.detached:
                 host.release()
             elif host is not None:
                 host.stop()

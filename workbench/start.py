@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from firstlight.engine.errors import RankFailure
+from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.cluster import launched
 from firstlight.engine.serving.api import EngineLike, Health, RankMemory
 from firstlight.engine.serving.host import Host
@@ -56,6 +57,16 @@ def start_host(
 def _begin(
     options: EngineOptions, http: HostOptions | None, run_dir: Path | None, detached: bool, make_token: bool
 ) -> AnyHost:
+    if detached and (options.hosts or launched() is not None):
+        raise Refused(
+            fatal(
+                "usage",
+                "an engine of several hosts ends with the process that started it",
+                expected="not detached",
+                found="detached",
+                next="start it with `firstlight serve`, and leave that running",
+            )
+        )
     if launched() is not None:
         from firstlight.engine.serving.launched import LaunchedHost
 

@@ -180,8 +180,10 @@ class RayRanks:
         self._groups: list[Any] = []
         self.keepers: list[Any] = []
         try:
-            wanted = _hosts_of_ranks(mesh, hosts, ray.nodes())
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            wanted = _hosts_of_ranks(mesh, hosts, nodes)
             resource = {"GPU": 1.0, "CPU": 1.0} if gpus else {"CPU": 1.0}
+            _refuse_too_wide(mesh, resource, nodes)
             self._place(mesh, wanted, resource, patience_s)
             self.places = ray.get([keeper.where.remote() for keeper in self.keepers], timeout=patience_s)
         except BaseException:
@@ -294,19 +296,23 @@ def _hosts_of_ranks(mesh: Mesh, hosts: Sequence[str], nodes: Sequence[dict[str, 
     """Of every rank the address of the node that it has to be on; None: any."""
     if tuple(hosts) == ("auto",):
         return [None] * mesh.world_size
-    alive = [node for node in nodes if node["Alive"]]
-    known = {name: node["NodeManagerAddress"] for node in alive for name in _names(node)}
-    missing = [host for host in hosts if host not in known]
+    known: dict[str, set[str]] = {}
+    for node in nodes:
+        for name in _names(node):
+            known.setdefault(name, set()).add(node["NodeManagerAddress"])
+    missing = [host for host in hosts if len(known.get(host, ())) != 1]
     if missing:
+        several = any(host in known for host in missing)
         raise Refused(
             fatal(
                 "not-found",
-                f"the Ray cluster has no node {', '.join(missing)}",
-                expected=", ".join(sorted(known)),
+                f"{', '.join(missing)} names {'several nodes' if several else 'no node'} of the Ray cluster",
+                expected=", ".join(sorted(name for name, places in known.items() if len(places) == 1)),
                 found=", ".join(missing),
-                next="correct --hosts, or start Ray there: ray start --address HOST:6379",
+                next="correct --hosts" + ("" if several else ", or start Ray there: ray start --address HOST:6379"),
             )
         )
+    addresses = [next(iter(known[host])) for host in hosts]
     each, left = divmod(mesh.world_size, len(hosts))
     if left or each % mesh.tp:
         raise Refused(
@@ -318,7 +324,23 @@ def _hosts_of_ranks(mesh: Mesh, hosts: Sequence[str], nodes: Sequence[dict[str, 
                 next=f"use --tp {math.gcd(mesh.tp, each) or 1} and more --pp, or another number of hosts",
             )
         )
-    return [known[hosts[rank // each]] for rank in range(mesh.world_size)]
+    return [addresses[rank // each] for rank in range(mesh.world_size)]
+
+
+def _refuse_too_wide(mesh: Mesh, resource: dict[str, float], nodes: Sequence[dict[str, Any]]) -> None:
+    """A tp group that no node could ever hold is not waited for."""
+    most = {name: max(node["Resources"].get(name, 0.0) for node in nodes) for name in resource}
+    short = [name for name, count in resource.items() if most[name] < count * mesh.tp]
+    if short:
+        raise Refused(
+            fatal(
+                "does-not-fit",
+                f"no node of the Ray cluster has {mesh.tp} {short[0]}s for the ranks of one tp group",
+                expected=f"{mesh.tp} {short[0]}s on one node",
+                found=f"at most {most[short[0]]:g}",
+                next=f"use --tp {int(most[short[0]]) or 1} or less, with more --pp",
+            )
+        )
 
 
 def _names(node: dict[str, Any]) -> set[str]:

@@ -44,7 +44,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """One step of `tokens` tokens on one replica; milliseconds, None where the facts lack a figure."""
 
-    phase: str
+    phase: Phase
     tokens: int
     memory_ms: float | None
     compute_ms: float | None
@@ -193,7 +193,7 @@ class Roofline:
 
     def _nodes(self, mesh: Mesh, axis: str) -> int:
         """Nodes that the ranks of an axis are on; neighbours in tp are neighbours in a node."""
-        outermost = AXES.index(axis.split(" x ")[0])  # type: ignore[arg-type]
+        outermost = AXES.index(axis.split(" x ")[0])
         span = math.prod(mesh.size(one) for one in AXES[outermost:])
         return -(-span // self.cluster.per_node)
 

@@ -30,9 +30,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     (without one: read while the first pass runs), or `experts` that are read when tokens choose them. `packed`: whether
     quantized weights stay packed where an operator multiplies by them so: auto (`kept_roles`), always or never.
     `fallback` names who provides models of architectures that no family knows (`module:function`), which run the
-    checkpoint's own code only with `trust_remote_code`. `expert_exchange`: how tokens meet experts of other ranks (`engine/parallel/rows.py`):
-    auto, reduce or all-to-all. `hosts`: nodes of a Ray cluster that ranks are placed on, or `auto`; none: this machine.
-    `warm_up` computes one token, and one picture if the model sees, before the engine is
+    checkpoint's own code only with `trust_remote_code`. `expert_exchange`: how tokens meet experts of other ranks
+    (`engine/parallel/rows.py`): auto, reduce or all-to-all. `hosts`: nodes of a Ray cluster that ranks are placed on,
+    or `auto`; none: this machine. `warm_up` computes one token, and one picture if the model sees, before the engine is
     ready.
     """
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from firstlight.engine.parallel.cluster import Place, backend_of
 from firstlight.engine.parallel.comm import CommFailure, Comms
@@ -150,7 +151,7 @@ class RankProcess:
                 except RuntimeError:
                     return
                 self._heard_s = time.monotonic()
-                desk.beats = tuple(watch.beats.values())
+                desk.beats = tuple(beat for _, beat in sorted(watch.beats.items()))
                 time.sleep(self.host.beat_period_s)
 
         def judge() -> None:
@@ -215,7 +216,7 @@ class RankProcess:
             with contextlib.suppress(RuntimeError):  # rank 0 has gone as well
                 self._store().set("failed", msgspec.json.encode(note.failure).decode())
 
-    def _store(self) -> Store:
+    def _store(self) -> TorchStore:
         """A connection of its own: a waiting call must not hold up a beat."""
         store = TCPStore(
             self.place.address,
