@@ -48,7 +48,7 @@ def filled_in(config: Mapping[str, Any]) -> tuple[Finding, ...]:
     return (
         warning(
             "filled-in",
-            f"{len(values)} values are not in the published copy of config.json: {filled['why']}",
+            f"figures rest on keys that the published copy of config.json lacks ({len(values)}): {filled['why']}",
             file="config.json",
             expected="the release's own config.json",
             found=", ".join(values),

@@ -4,6 +4,8 @@ from typing import Any
 
 from tests.families.tiny import VOCAB, Tiny, llama, rope
 
+_QUARTER = rope("default", partial_rotary_factor=0.25)
+
 
 def _minimax_m3(**more: Any) -> dict[str, Any]:
     return llama(
@@ -126,6 +128,7 @@ TINY: dict[str, Tiny] = {
         ),
         40,
     ),
+    "stablelm-norms": Tiny(llama(model_type="stablelm", qk_layernorm=True, num_hidden_layers=2, **_QUARTER)),
     "mpt": Tiny(
         {
             **_old("mpt"),
@@ -145,5 +148,6 @@ MESHES: dict[str, tuple[str, ...]] = {
     "gemma4-shared-keys": ("tp2", "pp2"),
     "minimax_m3": ("tp2 ep2", "pp2", "tp4"),
     "mpt": ("tp3",),
+    "stablelm-norms": ("tp2 pp2", "tp4"),  # two key heads: at tp 4 two ranks each have the same
 }
 STEPPED = ("bloom", "falcon-alibi", "gemma4-own-inputs", "gemma4-shared-keys", "minimax_m3", "mpt")

@@ -51,6 +51,19 @@ class HeadsNorm:
         return self._plain(x_TND) * self._weight_ND
 
 
+class EachNorm:
+    """The same where the heads' weights are stored apart, and every rank has those of all heads."""
+
+    def __init__(self, spec: NormSpec, weights: Access) -> None:
+        self._plain = Norm(NormSpec(kind=spec.kind, eps=spec.eps, weight=False), weights)
+        self._offset, self._weight_F = spec.offset, weights.tensor("weight")
+
+    def __call__(self, x_TND: Tensor, tp: Comm) -> Tensor:
+        weight_ND = self._weight_F.view(-1, x_TND.shape[-1]) + self._offset
+        first = tp.index * len(weight_ND) // tp.size
+        return self._plain(x_TND) * weight_ND[first : first + x_TND.shape[1]]
+
+
 class WidthNorm:
     """RMSNorm over all heads of a token together; this rank has N of them, so the mean of squares is taken over tp.
 
@@ -79,9 +92,10 @@ class HeadNorm:
         return self._norm(x_TND)
 
 
-QkNorm = HeadNorm | HeadsNorm | WidthNorm
+QkNorm = EachNorm | HeadNorm | HeadsNorm | WidthNorm
 QK_NORMS: Mapping[str, Callable[[NormSpec, Access], QkNorm]] = {
     "head": HeadNorm,
     "heads": HeadsNorm,
+    "each": EachNorm,
     "width": WidthNorm,
 }

@@ -31,12 +31,12 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     its queries and of its value stand together in one matrix (GPT-NeoX, Falcon); with `keys_as_values` values are
     the keys as projected (Gemma 4); with `keys_of` there are queries alone, over what that layer of the model
     keeps. What is projected, and normed, is clamped to +-`clip`. `qk_norm` goes over each head ("head"), over each
-    head with a weight per head ("heads"), or over all heads of a token together ("width"), in front of the rotation
-    or, with `qk_norm_last`, behind it. A query sees the keys at or before it, the last `window` of them, or those
-    of its own `chunk` of positions; with `whole_pictures` also those behind it that are of the same picture; with
-    `blocks` only those of the blocks that an indexer chooses for its head. With a `gate` what a head gives is
-    multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by element; W_g is a projection of its
-    "own", or stands behind the "query" rows of each head.
+    head with a weight per head ("heads", or "each" if these are stored apart), or over all heads of a token
+    together ("width"), in front of the rotation or, with `qk_norm_last`, behind it. A query sees the keys at or
+    before it, the last `window` of them, or those of its own `chunk` of positions; with `whole_pictures` also those
+    behind it that are of the same picture; with `blocks` only those of the blocks that an indexer chooses for its
+    head. With a `gate` what a head gives is multiplied by sigmoid(W_g x), or softplus as `gate_by` says, element by
+    element; W_g is a projection of its "own", or stands behind the "query" rows of each head.
     """
 
     num_heads: int
@@ -54,7 +54,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     output_bias: bool = False
     clip: float | None = None
     qk_norm: Norm | None = None
-    qk_norm_over: Literal["head", "heads", "width"] = "head"
+    qk_norm_over: Literal["head", "heads", "each", "width"] = "head"
     qk_norm_last: bool = False
     v_norm: Norm | None = None
     temperature: Temperature | None = None
@@ -91,6 +91,9 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         if self.qk_norm is not None:
             sides = (("q_norm", self.num_heads, heads), ("k_norm", self.num_kv_heads, kv_heads))
             for name, count, place in sides if self.keys_of is None else sides[:1]:
+                if self.qk_norm_over == "each":
+                    yield from self._head_by_head(scope.into(name), count, self.qk_norm)
+                    continue
                 shape, where = {
                     "head": ((self.head_dim,), ()),
                     "heads": ((count, self.head_dim), (place,)),
@@ -101,6 +104,12 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             yield from self.v_norm.parameters(scope.into("v_norm"), self.value_dim)
         if self.blocks is not None:
             yield from self.blocks.parameters(scope.into("blocks"))
+
+    def _head_by_head(self, scope: Scope, heads: int, norm: Norm) -> Iterator[Param]:
+        """A tensor a head, one behind the other; every rank has all of them."""
+        for head in range(heads):
+            for param in norm.parameters(scope.into(str(head)), self.head_dim):
+                yield msgspec.structs.replace(param, storage=f"{scope.prefix}{param.name.rpartition('.')[2]}")
 
     def _fused(self, scope: Scope) -> Iterator[Param]:
         place = Shard(0, self.num_kv_heads, unit_name="key/value heads, which are stored with their queries")
