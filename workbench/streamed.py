@@ -42,7 +42,7 @@ from firstlight.workbench.reference import (
 )
 
 MEMORY_SHARE = 0.5  # of what is available, that a whole reference may take
-TEXT_LAYER = re.compile(r"^(?!.*vision).*?layers\.(\d+)\.")
+TEXT_LAYER = re.compile(r"^(?!.*vision).*?(?:layers|blocks)\.(\d+)\.")  # blocks: Kimi K2.5 as transformers saves it
 TEXT_PREFIX = re.compile(r"^((model\.)?(language_model|text_model)\.(model\.)?|model\.)?")
 
 
@@ -174,6 +174,8 @@ class StreamedReference:
             text.layer_types = [text.layer_types[index]]
         text.num_hidden_layers = 1
         sees = whole and hasattr(config, "vision_config")
+        if hasattr(self._config, "vision_config") and hasattr(text, "final_logit_softcapping"):
+            text.final_logit_softcapping = None  # models that see have a plain output head
         mapping = (
             transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         )
@@ -209,10 +211,10 @@ class StreamedReference:
     def _renamed(self, name: str, sees: bool) -> str:
         """Layer i becomes layer 0; in a part for text alone the names lose the prefix of a composite model."""
         if TEXT_LAYER.match(name):
-            name = re.sub(r"layers\.\d+\.", "layers.0.", name, count=1)
+            name = re.sub(r"(layers|blocks)\.\d+\.", r"\1.0.", name, count=1)
         if sees:
             return name
-        plain = TEXT_PREFIX.sub("", name)
+        plain = TEXT_PREFIX.sub("", name).replace("blocks.0.", "layers.0.", 1)
         return plain if plain.startswith("lm_head") else f"model.{plain}"
 
 
