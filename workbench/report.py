@@ -144,6 +144,7 @@ class Draft:
         detail: str = "",
     ) -> bool:
         """Records a check, `None` for one that was skipped (the detail says why); returns whether it did not fail."""
+        assert unit or not (_is_number(value) or _is_number(limit)), "a number needs a unit"
         status: CheckStatus = "skipped" if passed is None else "passed" if passed else "failed"
         self.checks.append(Check(name=name, status=status, value=value, limit=limit, unit=unit, detail=detail))
         return passed is not False

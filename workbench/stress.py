@@ -259,7 +259,7 @@ def _same(
             parted / drawn <= PARTED_SHARE.get(info.dtype, 0.6),
             value=parted / drawn,
             limit=PARTED_SHARE.get(info.dtype, 0.6),
-            unit="",
+            unit="share",
             detail=f"{parted} of {drawn}; a draw that falls next to a boundary takes the other token",
         )
 

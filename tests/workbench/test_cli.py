@@ -79,6 +79,8 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("export", "no/such/run"), "holds no run"),
         (("stress", "no/such/dir"), "not a checkpoint directory"),
         (("runbook", "n", "x"), "n is no notebook"),
+        (("runbook", str(ROOT / "notebooks" / "runbook_template.ipynb"), "no/such/dir"), "not a checkpoint directory"),
+        (("preprocess", "no/such/dir", "--prompt", "a", "--out", "o"), "no/such/dir is not a checkpoint directory"),
         (("dashboard", "no/such/dir"), "no/such/dir is not there"),
         (("dashboard", ".", "--host", "0.0.0.0"), "without a token"),
         (("preprocess", "x", "--prompt", "a"), "--out is missing"),

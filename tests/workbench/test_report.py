@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -85,6 +86,14 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("[1]")
     with pytest.raises(Refused, match="not a report"):
         Report.read(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("figures", [{"value": 3}, {"value": "x", "limit": 0.5}])
+def test_a_number_has_a_unit(figures: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="needs a unit"):
+        Draft("scan", "a").check("is it", True, **figures)
+    with pytest.raises(AssertionError, match="needs a unit"):
+        Metric(value=0.5, unit="")
 
 
 def test_names_that_are_no_text_are_spelt_out() -> None:

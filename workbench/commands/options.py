@@ -151,6 +151,21 @@ def sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
 
 
+def refuse_absent_directory(checkpoint: str) -> None:
+    """Says that there is no such directory, where otherwise the first of its files would be said to be missing."""
+    if not Path(checkpoint).expanduser().is_dir():
+        raise Refused(
+            fatal(
+                "not-found",
+                f"{checkpoint} is not a checkpoint directory",
+                file=checkpoint,
+                expected="a directory with the files beside a model's weights",
+                found="a file" if Path(checkpoint).exists() else "nothing of that name",
+                next="name the directory that holds tokenizer.json",
+            )
+        )
+
+
 def refuse_absent_pictures(images: list[str]) -> None:
     """Says that a picture is not there before anything is loaded for it."""
     for image in images:

@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             raise Refused(
                 fatal("usage", f"--{name} is missing", expected=f"--{name}", found="none", next=f"add --{name}")
             )
+    options.refuse_absent_directory(arguments.checkpoint)
     options.refuse_absent_pictures(arguments.image)
     prepared = preprocess(
         arguments.checkpoint,

@@ -36,10 +36,12 @@ def setting(text: str) -> tuple[str, object]:
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     from pathlib import Path
 
+    from firstlight.engine.weights.checkpoint import Checkpoint
     from firstlight.workbench.runbook import parameters_of, runbook
     from firstlight.workbench.runs import Run
 
     parameters_of(Path(arguments.notebook))  # before a run directory is made for it
+    Checkpoint.open(arguments.checkpoint)  # what is none is refused, not left to fail in a cell
     name = Path(arguments.checkpoint).name
     kept = session.run or Run.create(name, arguments.checkpoint)
     session.face.line(f"{arguments.notebook} on {name}, run directory {kept.directory}")
