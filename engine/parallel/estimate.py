@@ -155,8 +155,11 @@ class Roofline:
     def _stream(self, pp: int) -> int:
         """Elements that a stage hands on for a token."""
         if pp not in self._handed:
-            cuts = stages(self.spec, pp)[1:]
-            self._handed[pp] = max(math.prod(self.spec.stream_shape(first)) for first, _ in cuts)
+            starts = [first for first, _ in stages(self.spec, pp)[1:]]
+            inputs = self.spec.per_layer
+            own = [0 if inputs is None else (inputs.layers - first) * inputs.width for first in starts]
+            widths = [math.prod(self.spec.stream_shape(first)) for first in starts]
+            self._handed[pp] = max(map(sum, zip(widths, own, strict=True)))
         return self._handed[pp]
 
     def step(self, mesh: Mesh, phase: Phase, tokens: int, read_bytes: int) -> StepTime:

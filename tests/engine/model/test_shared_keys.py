@@ -1,5 +1,7 @@
 """Layers over the keys of earlier ones: what is kept of them, and which pipeline stages they can be parted into."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.constraints import violations
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import stages
+from firstlight.workbench.here import this_cluster
+from firstlight.workbench.plan import plan
 from tests.families.chosen_kinds import TINY
 
 # Layers as those of the release with 35, of which 20 have no keys of their own.
@@ -49,3 +53,11 @@ def test_a_kind_without_keys_is_refused(shared: int) -> None:
     """With 32 shared the three in front all have windows."""
     with pytest.raises(Refused, match="num_kv_shared_layers"):
         spec(num_kv_shared_layers=shared)
+
+
+def test_what_a_stage_hands_on_has_the_inputs_of_the_layers_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY["gemma4-shared-keys"].config, **SMALL}))
+    report = plan(tmp_path / "config.json", this_cluster(2, "cpu"), Mesh(pp=2), context=64)
+    (_, (first, _)) = stages(spec(), 2)
+    rows = [row for row in report.tables["communication_bytes_per_token"] if row["axis"] == "pp"]
+    assert {row["bytes_per_token"] for row in rows} == {(32 + (35 - first) * 6) * 2}
