@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from firstlight.engine.model.spec import LayerSpec, ModelSpec, Norm
 
+SAID_RUNS = 4
+
 
 def layer_rows(spec: ModelSpec) -> Iterator[dict[str, Any]]:
-    """Runs of equal layers, the vision tower's first."""
+    """Kinds of layers in the order in which they come, the vision tower's first."""
     towers = [("vision", spec.vision.layers)] if spec.vision is not None else []
     for tower, layers in (*towers, ("text", spec.layers)):
+        kinds: dict[tuple[str, ...], list[tuple[int, int]]] = {}
         start = 0
         for layer, group in groupby(layers):
             count = sum(1 for _ in group)
-            yield {"tower": tower, "layers": span(start, count), **_blocks(layer)}
+            kinds.setdefault(tuple(_blocks(layer).values()), []).append((start, count))
             start += count
+        for blocks, runs in kinds.items():
+            found = dict(zip(("mixer", "feed_forward"), blocks, strict=True))
+            yield {"tower": tower, "layers": spans(runs), "count": sum(count for _, count in runs), **found}
+
+
+def spans(runs: Sequence[tuple[int, int]]) -> str:
+    """`0`, `0 to 3`, `1 to 2, 4`; of many runs the first two and the last: `3, 7 ... 91 to 92`."""
+    said = [span(*run) for run in runs]
+    return ", ".join(said) if len(said) <= SAID_RUNS else f"{said[0]}, {said[1]} ... {said[-1]}"
 
 
 def _blocks(layer: LayerSpec) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from firstlight.workbench.storage import storage_rows
 if TYPE_CHECKING:
     from firstlight.workbench.deep import TensorReading
     from firstlight.workbench.manifest import Manifest
+
+MOST_KINDS = 5_000  # that have a row of the report each
 
 
 def scan(
@@ -190,6 +193,9 @@ def _model(draft: Draft, checkpoint: Checkpoint, spec: ModelSpec, matcher: Match
     except Refused as refused:
         draft.find(refused.findings)
     draft.metric("layers", spec.num_layers, "layers", f"hidden {spec.hidden:,}")
+    if spec.residual is not None:
+        widest = max(spec.residual.planes(layer) for layer in range(spec.num_layers + 1))
+        draft.metric("residual_streams", widest, "streams", f"at most; {spec.residual.words()}")
     draft.metric("vocabulary", spec.vocab_size, "tokens")
     draft.metric("max_positions", spec.max_positions, "tokens")
     if isinstance(spec.vision, VisionSpec):  # other towers take pictures of any size
@@ -213,7 +219,7 @@ def _tensors(draft: Draft, kinds: Sequence[Kind], ledger: Ledger | None) -> None
 
 
 def _kind_rows(kinds: Sequence[Kind], ledger: Ledger | None) -> Iterator[dict[str, Any]]:
-    for kind in kinds:
+    for kind in islice(kinds, MOST_KINDS):
         shapes = [" x ".join(map(str, shape)) for shape in kind.shapes[:1]]
         yield {
             "name": kind.range,
@@ -223,6 +229,19 @@ def _kind_rows(kinds: Sequence[Kind], ledger: Ledger | None) -> Iterator[dict[st
             "total_bytes": kind.nbytes,
             **({} if ledger is None else {"fills": _destination(ledger, kind)}),
         }
+    if len(kinds) > MOST_KINDS:
+        yield _rest(kinds[MOST_KINDS:])
+
+
+def _rest(kinds: Sequence[Kind]) -> dict[str, Any]:
+    """One row for the kinds behind those that are listed."""
+    return {
+        "name": f"{len(kinds):,} kinds more",
+        "count": sum(len(kind.tensors) for kind in kinds),
+        "dtype": ", ".join(sorted({dtype for kind in kinds for dtype in kind.dtypes})),
+        "shape": "",
+        "total_bytes": sum(kind.nbytes for kind in kinds),
+    }
 
 
 def _destination(ledger: Ledger, kind: Kind) -> str:

@@ -149,7 +149,7 @@ class Families(Mapping[str, Family]):
                     expected=", ".join(sorted(self)),
                     found=str(model_type),
                     next=(f"nearest names: {', '.join(near)}; " if near else "")
-                    + "write a family file (engine/model/families) and register it",
+                    + "firstlight scan DIR --propose FILE drafts a family file, to be finished and registered",
                 )
             )
         return self[model_type]

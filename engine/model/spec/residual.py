@@ -37,6 +37,12 @@ class AttentionResidual(msgspec.Struct, frozen=True, kw_only=True, tag="attentio
         """
         return (*range(0, layer, self.block_size), layer)
 
+    def words(self) -> str:
+        """`attention residuals: every block reads the finished spans of 12 layers and the running sum`."""
+        return (
+            f"attention residuals: every block reads the finished spans of {self.block_size} layers and the running sum"
+        )
+
     def layer_parameters(self, scope: Scope) -> Iterator[Param]:
         """Of one layer: a norm and a projection in front of the mixer and of the feed-forward."""
         for site in ("mixer", "ffn"):
@@ -72,6 +78,10 @@ class HyperConnections(msgspec.Struct, frozen=True, kw_only=True, tag="hyper_con
         """A hidden state holds all streams, one behind the other; hidden state 0 is the embedding, of which each is a
         copy."""
         return (layer,)
+
+    def words(self) -> str:
+        """`hyper-connections: 4 streams, mixed by doubly stochastic matrices`."""
+        return f"hyper-connections: {self.streams} streams, mixed by doubly stochastic matrices"
 
     def layer_parameters(self, scope: Scope) -> Iterator[Param]:
         """Of one layer: what mixes and shares around the mixer and around the feed-forward."""

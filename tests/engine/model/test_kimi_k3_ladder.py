@@ -12,6 +12,7 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.workbench.cli import main
 from firstlight.workbench.report import Report
+from firstlight.workbench.scan import scan
 from firstlight.workbench.verify import verify
 from tests.kimi_k3 import write_checkpoint, write_golden
 
@@ -70,6 +71,14 @@ def test_a_wrong_weight_is_found_by_its_layer(fault: str, home: Path, golden: Pa
     failed = {one.name for one in report.checks if one.status == "failed"}
     assert f"teacher.{wrong}" in failed
     assert not failed & {f"teacher.{i}" for i in range(1, 7) if i != wrong}
+
+
+def test_scan_says_what_the_layers_are_and_how_they_meet(home: Path) -> None:
+    report = scan(home)
+    rows = [(row["tower"], row["layers"], row["count"]) for row in report.tables["layers"]]
+    assert rows == [("vision", "0 to 1", 2), ("text", "0", 1), ("text", "1 to 2, 4", 3), ("text", "3, 5", 2)]
+    assert report.value("residual_streams") == 3  # two finished spans and the running sum
+    assert "spans of 3 layers" in report.metrics["residual_streams"].detail
 
 
 def test_text_and_pictures_are_answered(home: Path, tmp_path: Path) -> None:
