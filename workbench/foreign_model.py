@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,7 +26,8 @@ from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
 from firstlight.engine.weights.memory import Pool
 from firstlight.workbench.foreign_account import account_of, without_weights
-from firstlight.workbench.reference import Reference, part_of_transformers, quiet
+from firstlight.workbench.reference import Reference
+from firstlight.workbench.vendor_inputs import encoded, vendor_processor
 
 ROLES = (  # of a parameter, by what its name holds; the first that fits
     ("expert", ("expert",)),
@@ -120,20 +120,8 @@ class TransformersModel:
     ) -> tuple[list[int], dict[str, NDArray[Any]]]:
         """See `ForeignModel.prepare`."""
         if self._processor is None:
-            auto = part_of_transformers("models.auto.processing_auto").AutoProcessor
-            with quiet():
-                self._processor = auto.from_pretrained(self._directory, local_files_only=True)
-        processor = self._processor
-        if isinstance(prompt, str) and not (chat and processor.chat_template):
-            marks = "" if processor.image_token in prompt else processor.image_token * len(pictures)
-            text = marks + prompt
-        else:
-            text = processor.apply_chat_template(_messages(prompt, len(pictures)), add_generation_prompt=True)
-        images = [picture.image for picture in pictures]
-        found = processor(text=[text], images=images or None, return_tensors="np")
-        tensors = {name: np.asarray(value) for name, value in found.items()}
-        ids = tensors.pop("input_ids")[0].tolist()
-        tensors.pop("attention_mask", None)
+            self._processor = vendor_processor(self._directory)
+        _, ids, tensors = encoded(self._processor, prompt, pictures, chat)
         return ids, tensors
 
     def _sequence(self, batch: ForwardBatch, b: int, begins: bool) -> _Sequence:
@@ -161,14 +149,6 @@ class TransformersModel:
 
     def _row(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], dtype=torch.int64, device=self.device)
-
-
-def _messages(prompt: str | Sequence[Mapping[str, Any]], pictures: int) -> list[dict[str, Any]]:
-    """Messages as processors take them; of a plain text one user turn, pictures first."""
-    if not isinstance(prompt, str):
-        return [dict(message) for message in prompt]
-    parts: list[dict[str, Any]] = [{"type": "image"}] * pictures
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
 
 
 def _weights(checkpoint: Checkpoint, spec: ForeignSpec, model: Any, dtype: str, read_s: float) -> Weights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.pictures import open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
 from firstlight.engine.weights import safetensors_file
@@ -22,11 +23,19 @@ def preprocess(
 
     The file holds `input_ids` and `attention_mask` [1, tokens] int64 and the image tensors under the vendor's names and
     dtypes. `chat`: the prompt is one user turn, pictures first, in the checkpoint's chat template with its generation
-    prompt. `images`: files, bytes of files, or data: URLs. Raises `Refused`.
+    prompt. `images`: files, bytes of files, or data: URLs. Pictures for a processor whose steps are not known here go
+    through the vendor's own in transformers, which is said. Raises `Refused`.
     """
     processor = Processor.open(checkpoint_dir)
     pictures = [open_picture(image, apply_exif=apply_exif) for image in images]
-    prepared = processor.prepare(prompt, pictures, chat)
+    try:
+        prepared = processor.prepare(prompt, pictures, chat)
+    except Refused as refused:
+        if not pictures or {finding.code for finding in refused.findings} != {"unsupported-block"}:
+            raise
+        from firstlight.workbench import vendor_inputs
+
+        prepared = vendor_inputs.prepared(processor, prompt, pictures, chat, refused)
     if out is not None:
         safetensors_file.write(out, prepared.arrays())
     return prepared
