@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -155,13 +156,19 @@ def stacked(rows: Sequence[tuple[str, Mapping[str, float], str]], longest: float
 
 
 def curve(times_s: Sequence[float], values: Sequence[float | None], span_s: float) -> str:
-    """The path of a small curve, `span_s` seconds on 100 units, from the first time on; broken where no value was."""
+    """The path of a small curve, `span_s` seconds on 100 units, from the first time on.
+
+    It is broken where there was no value, and where nothing was read for far longer than usual.
+    """
+    steps = sorted(after - before for before, after in itertools.pairwise(times_s))
+    longest_s = 4 * steps[len(steps) // 2] if steps else 0.0
     there = [value for value in values if value is not None]
     low, high = min(there, default=0.0), max(there, default=1.0)
     low = min(low, 0.0) if high > 0 else low
     height = (high - low) or 1.0
-    path, pen_down = [], False
+    path, pen_down, before_s = [], False, times_s[0] if times_s else 0.0
     for time_s, value in zip(times_s, values, strict=True):
+        pen_down, before_s = pen_down and time_s - before_s <= longest_s, time_s
         if value is None:
             pen_down = False
             continue

@@ -27,7 +27,7 @@ TABS = {  # what each tab shows of the live run
     "Live": ["BF16 on cpu", "Ask"],
     "Hardware": ["host", "memory total", "not available", "nvml"],
     "Topology": ["Mesh: tp 2", "rank 1", "Links, measured"],
-    "Runs": ["Compare", "runs in ", "all passed"],
+    "Runs": ["Compare", "begun", "all passed"],
 }
 
 

@@ -191,3 +191,10 @@ def test_a_request_that_a_rung_recorded_is_not_shown_twice() -> None:
     assert [(one.time_s, one.name) for one in requests_once(found)] == [
         (900.0, "request 3"), (101.0, "request 4"), (100.0, "cat.png"),
     ]  # fmt: skip
+
+
+def test_a_small_curve_breaks_where_nothing_was_read_and_where_there_was_no_value() -> None:
+    times = [1.0, 3.0, 5.0, 41.0, 43.0, 45.0]
+    path = html.curve(times, [1.0, 2.0, 3.0, 4.0, None, 6.0], 120.0)
+    assert [piece[0] for piece in path.split() if piece[0] in "ML"] == ["M", "L", "L", "M", "M"]
+    assert html.curve((), (), 120.0) == ""
