@@ -87,6 +87,7 @@ class Matcher:
             for _, item in self._particular
         ]
         self._general = [pair for pair in compiled if not _PARTICULAR.search(pair[1].tensor)]
+        self._some = re.compile("(?:" + "|".join(_kind_pattern(item.tensor) for item in self.rules) + r")\Z")
         self._by_shape: dict[str, Template | None] = {}
 
     def match(self, name: str) -> Match | None:
@@ -121,6 +122,10 @@ class Matcher:
             if re.findall(r"\{\d+\}", template) != numbers or "*" in template:
                 return None
         return item, tuple(re.sub(r"\{\d+\}", "*", template) for template in templates)
+
+    def knows_none_of(self, kind: str) -> bool:
+        """Whether no rule can speak of any name that is `kind` but for `*` in place of its numbers."""
+        return self._some.match(kind) is None
 
     def _find(self, name: str) -> Template | None:
         """The rule and its parameter names with `{0}`, `{1}` ... for the numbers of the tensor name, in order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.spec import Param
@@ -16,6 +17,8 @@ from firstlight.engine.weights.patterns import with_numbers
 from firstlight.engine.weights.source import Source
 
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
+MOST_NAMED = 200  # kinds of tensors that have a finding each
+MOST_COMPARED = 200  # names that a missing one is held against
 _SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", "_zero_point", "_zeros", "_g_idx")
 
 
@@ -87,10 +90,10 @@ def split_scales(unconsumed: Iterable[str], tensors: Mapping[str, TensorInfo]) -
     scales: dict[str, str] = {}
     others: list[str] = []
     for name in unconsumed:
-        ending = next((end for end in _SCALES if name.endswith(end)), None)
-        if ending is None:
+        if not name.endswith(_SCALES):
             others.append(name)
             continue
+        ending = next(end for end in _SCALES if name.endswith(end))
         base = name.removesuffix(ending)
         owner = next((n for n in (base, f"{base}.weight", base.replace("input", "weight")) if n in tensors), base)
         scales[name] = owner
@@ -153,21 +156,22 @@ def scale_findings(
 def missing_findings(
     missing: Iterable[str],
     params: Mapping[str, Param],
-    unconsumed: list[str],
+    candidates: Mapping[str, list[str]],
     tensors: Mapping[str, TensorInfo],
     tied_head: bool,
     lost: Mapping[str, str],
 ) -> Iterator[Finding]:
     """Parameters without a tensor, with how many of the same pattern have one, and where they might be.
 
-    `lost`: parameter -> the file, absent or broken, that should have held it.
+    `candidates`: tensors that nothing consumes, by pattern. `lost`: parameter -> the file, absent or broken, that
+    should have held it.
     """
     missing = list(missing)
     if not missing:
         return
     yield from _lost_findings([name for name in missing if name in lost], lost)
     missing = [name for name in missing if name not in lost]
-    everything, candidates = by_pattern(params) if missing else {}, by_pattern(unconsumed)
+    everything = by_pattern(params) if missing else {}
     absent = _absent_layers(missing, params)
     whole = [name for name in missing if params[name].layer in absent]
     if whole and not any(_nearest(p, found, params, candidates, tensors) for p, found in by_pattern(whole).items()):
@@ -242,19 +246,34 @@ def _nearest(
     ]
     if not fitting:
         return None
+    if len(fitting) > MOST_COMPARED:  # those that end alike, if there are any
+        fitting = [other for other in fitting if other.rpartition(".")[2] == pattern.rpartition(".")[2]] or fitting
+    fitting = fitting[:MOST_COMPARED]
     best = max(fitting, key=lambda other: difflib.SequenceMatcher(None, pattern, other).ratio())
     return pattern_range(best, candidates[best])
 
 
-def unconsumed_findings(unconsumed: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Tensors that no parameter takes."""
-    for pattern, names in by_pattern(unconsumed).items():
-        yield fatal(
-            "unconsumed-tensor",
-            f"{pattern_range(pattern, names)}: {len(names):,} tensors that no parameter consumes",
-            file=tensors[names[0]].file,
-            tensors=tuple(names),
-            expected="a weight rule, or a rule that leaves it out with a reason",
-            found="no rule",
-            next="add the rule to the family file: dropping weights in silence is not offered",
-        )
+def unconsumed_findings(
+    groups: Mapping[str, list[str]], ranges: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """Tensors that no parameter takes, by pattern; `ranges`: patterns with their numbers, where these are known.
+
+    Behind the first `MOST_NAMED` patterns all others are one finding.
+    """
+    for pattern, names in islice(groups.items(), MOST_NAMED):
+        yield _unconsumed(ranges.get(pattern) or pattern_range(pattern, names), names, tensors)
+    rest = [name for names in islice(groups.values(), MOST_NAMED, None) for name in names]
+    if rest:
+        yield _unconsumed(f"{len(groups) - MOST_NAMED:,} kinds more, as {rest[0]}", rest, tensors)
+
+
+def _unconsumed(what: str, names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+    return fatal(
+        "unconsumed-tensor",
+        f"{what}: {len(names):,} tensors that no parameter consumes",
+        file=tensors[names[0]].file,
+        tensors=tuple(names),
+        expected="a weight rule, or a rule that leaves it out with a reason",
+        found="no rule",
+        next="add the rule to the family file: dropping weights in silence is not offered",
+    )

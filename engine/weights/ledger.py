@@ -21,6 +21,7 @@ from firstlight.engine.weights.formats.grid import Packed
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.gaps import (
+    MOST_NAMED,
     Problem,
     left_over,
     missing_findings,
@@ -99,7 +100,9 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     book = _Book(params, checkpoint, scheme)
     kinds = stock(checkpoint.tensors.values()) if kinds is None else kinds
     enter_kinds(book, kinds, checkpoint.tensors, matcher)
-    rest = (tensor for kind in kinds if kind.pattern not in book.fills for tensor in kind.tensors)
+    book.strangers = [kind for kind in kinds if kind.pattern not in book.fills and _is_strange(kind, matcher)]
+    strange = {kind.pattern for kind in book.strangers} | book.fills.keys()
+    rest = (tensor for kind in kinds if kind.pattern not in strange for tensor in kind.tensors)
     others = {tensor.name: tensor for tensor in rest if tensor.name not in book.consumed}
     grouped = group(others, scheme)
     book.findings.extend((*findings, *grouped.findings))
@@ -115,6 +118,15 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     book.leave_out(grouped.companions)
     book.settle_head(spec)
     return book.close(spec, _lost(checkpoint, matcher, params))
+
+
+def _is_strange(kind: Kind, matcher: Matcher) -> bool:
+    """Whether nothing can consume any tensor of a kind: no rule for its name, which is no scale's, and floats."""
+    return (
+        matcher.knows_none_of(kind.pattern)
+        and weight_name(kind.pattern) == kind.pattern
+        and FLOATS.issuperset({tensor.dtype for tensor in kind.tensors})
+    )
 
 
 def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
@@ -165,6 +177,7 @@ class _Book:
         self.fills: dict[str, str] = {}
         self.plain: list[str] = []  # though announced as quantized
         self.companions: set[str] = set()
+        self.strangers: list[Kind] = []  # of which nothing is consumed
 
     def enter(self, tensor: TensorInfo, match: Match | None, sound: bool = True) -> None:
         """A tensor that is a weight as it is; one that is not `sound` has been found wrong already."""
@@ -339,19 +352,23 @@ class _Book:
         missing = () if whole else tuple(name for name in self.params if name not in self.sources)
         tensors = self.checkpoint.tensors
         self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
-        self.findings.extend(padded_findings(self.checkpoint, self.padded))
+        sources = [self.sources[param.name] for param in self.padded.values()]
+        codes = {source.tensor: source.packed for source in sources if source.packed is not None}
+        self.findings.extend(padded_findings(self.checkpoint, self.padded, codes))
         self.findings.extend(twice_findings(self.twice, self.sources, tensors))
         self.consumed.update((name, ()) for name in self.companions - self.consumed.keys() - self.left_out.keys())
         scales, unknown = split_scales(self.unconsumed, tensors)
         self.findings.extend(scale_findings(scales, self.consumed, tensors))
-        self.findings.extend(missing_findings(missing, self.params, unknown, tensors, spec.tied_head, lost))
-        self.findings.extend(unconsumed_findings(unknown, tensors))
+        groups = {**by_pattern(unknown), **{kind.pattern: kind.names for kind in self.strangers}}
+        ranges = {kind.pattern: kind.range for kind in self.strangers[:MOST_NAMED]}
+        self.findings.extend(missing_findings(missing, self.params, groups, tensors, spec.tied_head, lost))
+        self.findings.extend(unconsumed_findings(groups, ranges, tensors))
         return Ledger(
             sources=self.sources if len(tensors) >= MANY else dict(self.sources),
             consumed=self.consumed if len(tensors) >= MANY else dict(self.consumed),
             left_out=self.left_out,
             missing=missing,
-            unconsumed=tuple(self.unconsumed),
+            unconsumed=(*self.unconsumed, *(name for kind in self.strangers for name in kind.names)),
             findings=tuple(self.findings),
             fills=self.fills,
         )

@@ -46,7 +46,7 @@ def numbers(pattern: str, names: Sequence[str]) -> list[list[int]]:
         places = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
         whole = list(zip(*map(_split, names), strict=True))
         columns = [set(whole[place]) for place in places]
-    return [sorted({int(part) for part in column if _is_number(part)}) for column in columns]
+    return [sorted(set(map(int, column if _are_numbers(column) else filter(_is_number, column)))) for column in columns]
 
 
 def columns_of(text: str, count: int, lines: int) -> list[set[str]] | None:
@@ -55,7 +55,7 @@ def columns_of(text: str, count: int, lines: int) -> list[set[str]] | None:
     if len(flat) != count * lines:
         return None
     columns = [set(flat[place::count]) for place in range(count)]
-    return columns if all(map(_is_number, (part for column in columns for part in column))) else None
+    return columns if all(map(_are_numbers, columns)) else None
 
 
 def bare(pattern: str, names: Sequence[str]) -> str:
@@ -88,6 +88,10 @@ def named(text: str, count: int, pattern: str) -> list[str] | None:
     if stars == 2:
         text = text.replace(".", between[0])
     return (before + text[1:-1].replace("\n", f"{between[-1]}\n{before}") + between[-1]).split("\n")
+
+
+def _are_numbers(parts: set[str]) -> bool:
+    return "" not in parts and "".join(parts).isdecimal() and max(map(len, parts)) <= _MOST_DIGITS
 
 
 def _is_number(part: str) -> bool:

@@ -71,7 +71,8 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """How an operator multiplies by codes as they lie (`kernels/packed/matrix.py`): their kind, and what shares a scale.
+    """How an operator multiplies by codes as they lie (`kernels/packed/matrix.py`): their kind, and rows and columns of
+    a block, which shares a scale.
 
     `columns` of the weight, once it is known which part of it a rank holds.
     """

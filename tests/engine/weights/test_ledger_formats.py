@@ -11,7 +11,11 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.gaps import MOST_NAMED
 from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.packed import part_names
+from firstlight.engine.weights.packing import pack
 from firstlight.engine.weights.safetensors_file import Tensor, read
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.accounts import fatal, one, quantize, settle
@@ -110,3 +114,42 @@ def test_whole_numbers_are_no_weights(llama: Path) -> None:
     name = "model.norm.weight"
     finding = one(settle(llama, lambda tensors: tensors.update({name: np.ones(8, np.int32)})))
     assert (finding.code, finding.found) == ("unsupported-format", "I32")
+
+
+@pytest.mark.parametrize(("form", "more", "is_fine"), [("awq", 32, True), ("gptq", 3, True), ("awq", 1000, False)])
+def test_rows_behind_the_vocabulary_of_a_head_in_words(form: str, more: int, is_fine: bool, tmp_path: Path) -> None:
+    """The first stored tensor has its rows in words, along another dim: what counts are the rows of the weight."""
+    scheme = {**CONFIGS[form], "lm_head": True}
+    config = {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "quantization_config": scheme}
+    synthesize(config, tmp_path)
+    vocabulary = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    format_ = announced({"quantization_config": scheme}).formats[0]
+    weight = np.random.default_rng(0).standard_normal((vocabulary + more, 32)).astype(np.float32)
+    parts, _ = pack(weight, format_)
+
+    def head(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("lm_head")]:
+            del tensors[name]
+        for part in format_.parts:
+            tensors[part_names("lm_head.weight", part)[0]] = parts[part.role]
+
+    ledger = settle(tmp_path, head)
+    (finding,) = [one for one in ledger.findings if "lm_head.qweight" in one.tensors]
+    assert f"rows {vocabulary} to {vocabulary + more - 1} of {vocabulary + more}" in finding.message
+    assert (finding.code, finding.severity) == (("padded-tensor", "note") if is_fine else ("shape-mismatch", "fatal"))
+    assert ledger.complete == is_fine
+    source = ledger.sources["head.weight"]
+    assert source.packed is not None
+    assert source.region == ((0, vocabulary, 1), (0, 32, 1))
+
+
+def test_many_kinds_of_strangers_are_few_findings(tmp_path: Path) -> None:
+    """Each kind has its finding up to a number, the others one together; nothing is left out of the account."""
+    synthesize(LLAMA, tmp_path)
+    names = [f"stranger{chr(97 + i % 26)}{chr(97 + i // 26)}.weight" for i in range(MOST_NAMED + 50)]
+    ledger = settle(tmp_path, lambda tensors: tensors.update({name: np.ones(2, np.float32) for name in names}))
+    found = fatal(ledger)
+    assert {one.code for one in found} == {"unconsumed-tensor"}
+    assert len(found) == MOST_NAMED + 1
+    assert found[-1].message.startswith("50 kinds more")
+    assert sorted(name for one in found for name in one.tensors) == sorted(names) == sorted(ledger.unconsumed)
