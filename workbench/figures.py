@@ -6,6 +6,7 @@ without scripts. Rows are plain dicts, as in the tables of reports. plotly is im
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -123,7 +124,7 @@ def stacked(
 
 
 def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | None]], unit: str) -> View:
-    """Curves over `x` on a logarithmic axis, such as errors per layer; None leaves a gap. The twin is a table."""
+    """Curves over `x` on a logarithmic axis, such as errors per layer; None leaves a gap. The twin is drawn too."""
     head = "".join(f'<th style="text-align:right;padding-right:1rem">{escape(name)}</th>' for name in series)
     body = "".join(
         f"<tr><td>{escape(str(place))}</td>"
@@ -131,7 +132,8 @@ def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | No
         + "</tr>"
         for i, place in enumerate(x)
     )
-    html = _page(f"{title} ({unit})", f"<table><tr><th></th>{head}</tr>{body}</table>")
+    table = f"<table><tr><th></th>{head}</tr>{body}</table>"
+    html = _page(f"{title} ({unit})", _curves(x, series, f"{title} ({unit})") + table)
 
     def live() -> Any:
         import plotly.graph_objects as go
@@ -154,6 +156,42 @@ def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | No
         return dressed(figure, title, 340)
 
     return View(html, live)
+
+
+def _curves(x: Sequence[Any], series: Mapping[str, Sequence[float | None]], title: str) -> str:
+    """The curves as a drawing: powers of ten are lines, what is 0 or absent is a gap. Nothing where there is nothing."""
+    there = [value for values in series.values() for value in values if value and value > 0]
+    if not there or len(x) < 2:
+        return ""
+    low, high = math.floor(math.log10(min(there))), math.ceil(math.log10(max(there)))
+    high = max(high, low + 1)
+    left, width, height = 46, 640, 170
+
+    def at(index: int, value: float) -> str:
+        across = left + (width - left - 8) * index / (len(x) - 1)
+        return f"{across:.1f} {8 + (height - 16) * (high - math.log10(value)) / (high - low):.1f}"
+
+    marks = []
+    for power in range(low, high + 1):
+        y = at(0, 10.0**power).split()[1]
+        marks.append(f'<path d="M{left} {y}H{width - 8}" stroke="currentColor" stroke-opacity=".15"/>')
+        marks.append(f'<text x="{left - 6}" y="{y}" dy=".32em" text-anchor="end" fill="currentColor">1e{power}</text>')
+    for index, (name, values) in enumerate(series.items()):
+        path, pen_down = [], False
+        for place, value in enumerate(values):
+            if value and value > 0:
+                path.append(f"{'L' if pen_down else 'M'}{at(place, value)}")
+            pen_down = bool(value and value > 0)
+        dash = ' stroke-dasharray="3 4"' if name == "noise floor" else ""
+        ends = 'stroke-linecap="round" stroke-linejoin="round"'  # a curve of one point is a dot
+        dots = " ".join(f"{piece}h0" if piece[0] == "M" else piece for piece in path)
+        marks.append(f'<path d="{dots}" fill="none" stroke="{colour(name, index)}" stroke-width="2.2" {ends}{dash}/>')
+    keys = "".join(
+        f'<span class="key"><i style="background:{colour(name, index)}"></i>{escape(name)}</span>'
+        for index, name in enumerate(series)
+    )
+    box = f'viewBox="0 0 {width} {height}" style="max-width:48rem;width:100%;font:11px system-ui,sans-serif"'
+    return f'<div>{keys}</div><svg {box} role="img" aria-label="{escape(title)}">{"".join(marks)}</svg>'
 
 
 def memory_map(rows: Sequence[Row]) -> View:
