@@ -159,7 +159,7 @@ def lines(title: str, x: Sequence[Any], series: Mapping[str, Sequence[float | No
 
 
 def _curves(x: Sequence[Any], series: Mapping[str, Sequence[float | None]], title: str) -> str:
-    """The curves as a drawing: powers of ten are lines, what is 0 or absent is a gap. Nothing where there is nothing."""
+    """The curves as a drawing: powers of ten are lines, what is 0 or absent is a gap. Nothing for nothing."""
     there = [value for values in series.values() for value in values if value and value > 0]
     if not there or len(x) < 2:
         return ""
