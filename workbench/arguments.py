@@ -24,6 +24,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "threads": "threads",
         "residency": "residency",
         "weights_budget": "weights_budget",
+        "packed": "packed",
     },
 }
 NOT_IN_FILES = {"config", "help", "json", "run", "quiet"}

@@ -1,5 +1,6 @@
 """A missing side file is a warning where a verb can go on, and a refusal before any start where it cannot."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -51,3 +52,20 @@ def test_generate_is_refused_before_an_engine_starts(
     error = capsys.readouterr().err
     assert "is not there" in error
     assert "next" in error
+
+
+def test_scan_lists_the_constants_of_pictures_and_says_which_come_from_a_class(checkpoint: Get, tmp_path: Path) -> None:
+    home = Path(shutil.copytree(checkpoint("llava-clip"), tmp_path / "model"))
+    file = home / "preprocessor_config.json"
+    file.write_text(json.dumps({"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5, 0.5, 0.5]}))
+    report = scan(home)
+    sources = {row["constant"]: row["source"] for row in report.tables["constants"]}
+    assert sources["image_mean"] == "preprocessor_config.json: image_mean"
+    assert sources["image_std"] == "default of CLIPImageProcessor"
+    defaults = {f.expected for f in report.findings if f.code == "class-default" and f.severity == "warning"}
+    assert "image_std" in defaults
+    assert "image_mean" not in defaults
+    assert report.status == "passed"
+    file.write_text(json.dumps({"image_processor_type": "NobodysImageProcessor"}))
+    (unknown,) = [f for f in scan(home).findings if f.code == "unsupported-block"]
+    assert (unknown.severity, unknown.found) == ("warning", "NobodysImageProcessor")
