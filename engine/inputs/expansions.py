@@ -110,6 +110,19 @@ def _grid(token: str, typed: str | None = None, grid: str = "image_grid_thw") ->
     return read
 
 
+def _minimax_m3(settings: Settings) -> Expansion:
+    """MiniMax-M3: as many tokens as merged patches, between two marks; all three are fixed in the class."""
+    token, first, last = "]<]image[>[", "]<]start of image[>[", "]<]end of image[>["
+
+    def write(tensors: Tensors, constants: ImageConstants) -> tuple[str, ...]:
+        merged = constants["merge_size"] ** 2
+        return tuple(
+            first + token * (int(np.prod(sizes)) // merged) + last for sizes in tensors["image_grid_thw"].tolist()
+        )
+
+    return settings.expansion(token, write)
+
+
 def _pixtral(settings: Settings) -> Expansion:
     """Pixtral: a token for each (merged) patch, one that ends each row, and another that ends the picture."""
     edge = settings.count("patch_size", 16) * settings.count("spatial_merge_size", 1)
@@ -232,6 +245,7 @@ EXPANSIONS: Mapping[str, Callable[[Settings], Expansion]] = {
     "KimiK25Processor": _grid("<|media_pad|>"),  # the release's own code
     "KimiVLProcessor": _grid("<|media_pad|>", grid="image_grid_hws"),
     "KimiK3Processor": _grid("<|media_pad|>", grid="grid_thws"),
+    "MiniMaxM3VLProcessor": _minimax_m3,
 }
 
 # The processor class transformers takes by model type where no file names one.
@@ -258,6 +272,7 @@ CLASS_OF_MODEL_TYPE: Mapping[str, str] = {
     "kimi_k25": "Kimi_K25Processor",
     "kimi_vl": "KimiVLProcessor",
     "kimi_k3": "KimiK3Processor",
+    "minimax_m3_vl": "MiniMaxM3VLProcessor",
 }
 
 

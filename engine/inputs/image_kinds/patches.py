@@ -1,8 +1,9 @@
-"""Flat patches of pictures of any size: Qwen2-VL (and its heirs), GLM-4V, Kimi-VL and Kimi K2.5 (MoonViT).
+"""Flat patches of pictures of any size: Qwen2-VL (and its heirs), GLM-4V, MiniMax-M3, Kimi-VL and Kimi K2.5.
 
 Legend: P patches of all pictures, C channels, T frames of a patch, Y X pixels of a patch.
 Source: transformers 5.24, models/{qwen2_vl,glm4v}/image_processing_pil_*.py,
-models/kimi_k25/image_processing_kimi_k25.py; KimiVLImageProcessor as released with moonshotai/Kimi-VL-A3B-Instruct.
+models/{kimi_k25,minimax_m3_vl}/image_processing_*.py; KimiVLImageProcessor as released with
+moonshotai/Kimi-VL-A3B-Instruct.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def _glm_shape(constants: ImageConstants, height: int, width: int) -> tuple[int,
 
 def merged_patches(
     shape_of: Callable[[ImageConstants, int, int], tuple[int, int]],
+    coloured: Callable[[ImageConstants, NDArray[np.uint8]], steps.Array] = finished,
 ) -> Callable[[ImageConstants, Sequence[Picture]], Tensors]:
     """`pixel_values` [P, C T Y X], patches to be merged side by side, and `image_grid_thw` [pictures, 3]."""
 
@@ -82,7 +84,7 @@ def merged_patches(
             if constants["do_resize"]:
                 image = resized(constants, picture, image, shape_of(constants, image.shape[1], image.shape[2]))
             _check_multiple(constants, picture, image.shape[1:])
-            rows, grid = _merge_order(constants, finished(constants, image))
+            rows, grid = _merge_order(constants, coloured(constants, image))
             patches.append(rows)
             grids.append((1, *grid))
         return {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids, dtype=np.int64)}
@@ -195,6 +197,16 @@ def _pixel_range(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
         yield "size", merged, " and ".join(found)
 
 
+def _minimax_range(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The release's file has a size that was never used, [672, 672]: transformers takes the class's in its place."""
+    if config.get("size") == [672, 672]:
+        yield from _pixel_range({**config, "size": None}, defaults)
+        if config.get("min_pixels") is None and config.get("max_pixels") is None:
+            yield "size", defaults["size"], "the class, in place of size [672, 672]"
+    else:
+        yield from _pixel_range(config, defaults)
+
+
 def media(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Kimi's releases nest the constants of pictures under `media_proc_cfg`, by other names."""
     media = config.get("media_proc_cfg")
@@ -234,6 +246,13 @@ GLM4V = ImageKind(
     defaults={**_QWEN, "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}},
     sizes=(SHORTEST_LONGEST,),
     steps=merged_patches(_glm_shape),
+)
+MINIMAX_M3 = ImageKind(
+    defaults={**_QWEN, "size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 451584}},
+    sizes=(SHORTEST_LONGEST,),
+    steps=merged_patches(_qwen_shape, finished_at_once),
+    renamed=_minimax_range,
+    torchvision=True,
 )
 KIMI_K25 = ImageKind(
     defaults={

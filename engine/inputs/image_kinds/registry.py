@@ -8,7 +8,7 @@ from firstlight.engine.inputs.image_kinds.anyres import LLAVA_NEXT
 from firstlight.engine.inputs.image_kinds.crops import GEMMA3
 from firstlight.engine.inputs.image_kinds.kimi_k3 import KIMI_K3
 from firstlight.engine.inputs.image_kinds.kind import ImageKind
-from firstlight.engine.inputs.image_kinds.patches import GLM4V, KIMI_K25, KIMI_VL, QWEN2_VL
+from firstlight.engine.inputs.image_kinds.patches import GLM4V, KIMI_K25, KIMI_VL, MINIMAX_M3, QWEN2_VL
 from firstlight.engine.inputs.image_kinds.ragged import PIXTRAL
 from firstlight.engine.inputs.image_kinds.single import BLIP, CLIP, LLAVA, SIGLIP, VIT
 from firstlight.engine.inputs.image_kinds.splits import IDEFICS3
@@ -32,6 +32,7 @@ IMAGE_KINDS: Mapping[str, ImageKind] = {
     "SmolVLMImageProcessor": IDEFICS3,
     "Kimi_K25ImageProcessor": KIMI_K25,
     "KimiVLImageProcessor": KIMI_VL,
+    "MiniMaxM3VLImageProcessor": MINIMAX_M3,
     "KimiK3VisionProcessor": KIMI_K3,
 }
 
@@ -67,6 +68,7 @@ CLASS_OF_MODEL_TYPE: Mapping[str, str] = {
     "smolvlm": "SmolVLMImageProcessor",
     "kimi_k25": "Kimi_K25ImageProcessor",
     "kimi_k3": "KimiK3VisionProcessor",
+    "minimax_m3_vl": "MiniMaxM3VLImageProcessor",
 }
 
 

@@ -94,7 +94,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "smolvlm, not resized": {**IDEFICS, "image_processor_type": "SmolVLMImageProcessor", "do_resize": False},
 }
 # Without torchvision transformers does not have these at all; `test_image_kinds_torchvision.py` has their arithmetic.
-WITHOUT_PIL = {"Llama4ImageProcessor", "Kimi_K25ImageProcessor", "KimiVLImageProcessor"}
+WITHOUT_PIL = {"Llama4ImageProcessor", "Kimi_K25ImageProcessor", "KimiVLImageProcessor", "MiniMaxM3VLImageProcessor"}
 
 
 def save(directory: Path, config: Mapping[str, Any]) -> Path:

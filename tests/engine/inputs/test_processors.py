@@ -164,6 +164,16 @@ CASES = {
         pixel_shuffle_ratio=0.5,
     ),
     "kimi_k25": Case("Kimi_K25Processor", KIMI, "<|media_pad|>"),
+    "minimax_m3": Case(
+        "MiniMaxM3VLProcessor",
+        {
+            "image_processor_type": "MiniMaxM3VLImageProcessor",
+            "patch_size": 4,
+            "size": {"shortest_edge": 200, "longest_edge": 4000},
+        },
+        "]<]image[>[",
+        ["]<]video[>[", "]<]start of image[>[", "]<]end of image[>["],
+    ),
 }
 FEATURES = {"gemma3": "<soft>", "llama4": "<|patch|>"}
 
