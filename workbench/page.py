@@ -27,6 +27,7 @@ def notebook_page(notebook: str | Path) -> str:
     for name in FROM_OUTSIDE:
         if exporter.has_trait(name):
             setattr(exporter, name, "")
+    exporter.register_preprocessor("nbconvert.preprocessors.CoalesceStreamsPreprocessor", enabled=True)
     page, _ = exporter.from_notebook_node(node)
     return _closed(str(page))
 

@@ -123,9 +123,9 @@ def _compare(draft: Draft, rows: list[dict[str, Any]], accepted: Sequence[Mappin
     draft.check(
         "greedy answers begin as those of the accepted run",
         bool(greedy) and share >= SAME_SHARE,
-        value=share,
-        limit=SAME_SHARE,
-        unit="",
+        value=100.0 * share,
+        limit=100.0 * SAME_SHARE,
+        unit="%",
         detail=f"{len(alike)} of {len(greedy)}; the first 8 tokens of each" if greedy else "nothing to compare",
     )
     draft.table("compared", found)

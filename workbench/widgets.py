@@ -63,11 +63,13 @@ class ProgressView:
         text.value = escape(_so_far(pace))
 
     def twin(self, is_over: bool = False) -> str:
-        """The view as plain HTML; a rung that is over has ended each of its phases, whatever was told of it last."""
+        """The view as plain HTML. A phase is over when the next one of its rung began, or the rung is: `is_over`."""
         rows = []
+        latest = dict(self._paces.keys())  # rung -> its last phase
         for (rung, phase), pace in self._paces.items():
             last = pace.last
-            share = min(1.0, last.done / last.total) if last.total and not is_over else 1.0
+            goes_on = latest[rung] == phase and not is_over
+            share = min(1.0, last.done / last.total) if last.total and goes_on else 1.0
             amount = _amount(last)
             rate = words.quantity(pace.rate, f"{last.unit}/s") if pace.rate and last.unit else ""
             took = words.seconds(last.time_s - pace.first.time_s)
