@@ -150,7 +150,8 @@ class Comms:
     """One `Comm` per axis of a rank, one over the whole world, and one on the CPU for control messages.
 
     `rows`: the ranks of ep and sp together, over which the tokens of a step are divided where `exchange` (see
-    `engine/parallel/rows.py`) has tokens travel to their experts.
+    `engine/parallel/rows.py`) has tokens travel to their experts. `named`: this rank's part of each of the mesh's own
+    groups; alone where it is in none.
     """
 
     dp: Comm
@@ -163,6 +164,7 @@ class Comms:
     rows: Comm
     recorder: Recorder
     exchange: str = "auto"
+    named: dict[str, Comm] = field(default_factory=dict)
 
     @classmethod
     def alone(cls) -> Comms:
@@ -194,11 +196,12 @@ class Comms:
         rows = comms["ep"] if mesh.sp == 1 else comms["sp"]
         if mesh.ep > 1 and mesh.sp > 1:
             rows = _axis_comm("rows", mesh.groups("ep", "sp"), rank, deadline, recorder)
+        named = {one.name: _axis_comm(one.name, one.parts, rank, deadline, recorder) for one in mesh.named}
         everyone = tuple(range(mesh.world_size))
         world = Comm("world", everyone, rank, dist.group.WORLD, recorder)
         control_group = dist.group.WORLD if backend != "nccl" else dist.new_group(backend="gloo", timeout=deadline)
         control = Comm("control", everyone, rank, control_group, Recorder())
-        return cls(**comms, world=world, control=control, rows=rows, recorder=recorder, exchange=exchange)
+        return cls(**comms, world=world, control=control, rows=rows, recorder=recorder, exchange=exchange, named=named)
 
     @staticmethod
     def disconnect() -> None:
@@ -210,11 +213,10 @@ class Comms:
 def _axis_comm(
     axis: str, groups: tuple[tuple[int, ...], ...], rank: int, deadline: timedelta, recorder: Recorder
 ) -> Comm:
-    mine = next(ranks for ranks in groups if rank in ranks)
+    mine = next((ranks for ranks in groups if rank in ranks), (rank,))
     group = None
-    if len(mine) > 1:
-        for ranks in groups:
+    for ranks in groups:  # every rank has to make every group
+        if len(ranks) > 1:
             made = dist.new_group(list(ranks), timeout=deadline)
-            if ranks == mine:
-                group = made
+            group = made if ranks == mine else group
     return Comm(axis, mine, mine.index(rank), group, recorder)

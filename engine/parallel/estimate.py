@@ -16,7 +16,7 @@ import msgspec
 from firstlight.engine.model.spec import DenseAndExperts, LayerSpec, ModelSpec
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.hardware import Cluster
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import stages
 from firstlight.engine.parallel.rows import row_axes
 
@@ -184,7 +184,7 @@ class Roofline:
     def _communication_ms(self, mesh: Mesh, phase: Phase, tokens: int) -> float | None:
         seconds = 0.0
         for row in self.traffic(mesh, phase, tokens):
-            nodes = self._nodes(mesh, row.axis)
+            nodes = mesh.nodes_of(row.axis.split(" x ")[0], self.cluster.per_node)
             link = self.cluster.device.link_Bps if nodes == 1 else self.cluster.device.nic_Bps
             if link is None:
                 return None
@@ -193,12 +193,6 @@ class Roofline:
             times = 1 if once else mesh.pp - 1 if row.axis == "pp" else mesh.pp
             seconds += times * (row.calls_per_step * hops * LATENCY_S + row.bytes_per_token * tokens / link)
         return _ms(seconds)
-
-    def _nodes(self, mesh: Mesh, axis: str) -> int:
-        """Nodes that the ranks of an axis are on; neighbours in tp are neighbours in a node."""
-        outermost = AXES.index(axis.split(" x ")[0])
-        span = math.prod(mesh.size(one) for one in AXES[outermost:])
-        return -(-span // self.cluster.per_node)
 
 
 def active_by_kind(spec: ModelSpec) -> tuple[int, int]:

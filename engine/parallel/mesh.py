@@ -15,6 +15,13 @@ Axis = Literal["dp", "pp", "ep", "sp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "pp", "ep", "sp", "tp")  # outermost first: neighbours in tp are neighbours in rank
 
 
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups of ranks that somebody names, beside those along axes: `parts` share no rank, and may leave some out."""
+
+    name: str
+    parts: tuple[tuple[int, ...], ...]
+
+
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the five axes; `world_size` is their product.
 
@@ -22,7 +29,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     steps are not: every ep rank sees them all, adds its own experts' share, and the sum is reduced; those of large ones
     are, and travel to the experts they chose (`engine/parallel/rows.py`). sp: the tokens of prefill are divided, keys
     and values gathered; weights and caches are whole on every rank. tp: attention heads, feed-forward width and
-    vocabulary.
+    vocabulary. `named`: groups of ranks of the user's own, each of which gets a `Comm` (`Comms.named`) and is pinged.
     Ranks count with tp fastest, then sp, ep, pp, dp.
     """
 
@@ -31,6 +38,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1
     sp: int = 1
     tp: int = 1
+    named: tuple[Groups, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -44,6 +52,30 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
                         next=f"drop --{axis} or give a positive number",
                     )
                 )
+        for one in self.named:
+            self._check_named(one)
+
+    def _check_named(self, one: Groups) -> None:
+        ranks = [rank for part in one.parts for rank in part]
+        wrong = ""
+        if one.name in (*AXES, "world", "control", "rows") or [other.name for other in self.named].count(one.name) > 1:
+            wrong = f"the name {one.name!r} is taken"
+        elif not ranks or not all(one.parts):
+            wrong = "a part without ranks"
+        elif len(set(ranks)) < len(ranks):
+            wrong = "a rank that is in two parts, or twice in one"
+        elif not 0 <= min(ranks) <= max(ranks) < self.world_size:
+            wrong = f"rank {max(ranks) if min(ranks) >= 0 else min(ranks)}"
+        if wrong:
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"the groups {one.name!r} cannot be made on {self.describe()}",
+                    expected=f"a name of their own, and disjoint parts of ranks 0 to {self.world_size - 1}",
+                    found=wrong,
+                    next="correct the groups",
+                )
+            )
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
@@ -75,6 +107,11 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
             where = self.coordinates(rank)
             groups.setdefault(tuple(where.on(axis) for axis in fixed), []).append(rank)
         return tuple(tuple(ranks) for ranks in groups.values())
+
+    def nodes_of(self, axis: str, per_node: int) -> int:
+        """Nodes of `per_node` devices that ranks along `axis` are on; 1: their link is the node's own."""
+        inner = AXES[AXES.index(axis) :]  # type: ignore[arg-type]
+        return -(-math.prod(self.size(one) for one in inner) // per_node)
 
     def describe(self) -> str:
         """Axes larger than one, e.g. `tp 2 x pp 2`, or `1 rank`."""

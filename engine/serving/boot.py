@@ -240,9 +240,12 @@ def most_pages(
 
 
 def ping(comms: Comms, device: torch.device) -> float:
-    """One all-reduce over every axis and the world; seconds. A wrong sum is an error of the network, and said so."""
+    """One all-reduce over every axis, named group and the world; seconds.
+
+    A wrong sum is an error of the network, and said so.
+    """
     started_s = time.perf_counter()
-    for comm in (comms.tp, comms.sp, comms.ep, comms.pp, comms.dp, comms.world):
+    for comm in (comms.tp, comms.sp, comms.ep, comms.pp, comms.dp, *comms.named.values(), comms.world):
         total = comm.all_reduce(torch.full((4,), float(comm.index + 1), device=device))
         expected = comm.size * (comm.size + 1) / 2
         if comm.size > 1 and total.tolist() != [expected] * 4:

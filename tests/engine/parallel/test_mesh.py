@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.parallel.mesh import AXES, Coordinates, Mesh
+from firstlight.engine.parallel.mesh import AXES, Coordinates, Groups, Mesh
 
 _size = st.integers(1, 4)
 meshes = st.builds(Mesh, dp=_size, pp=_size, ep=_size, sp=_size, tp=_size)
@@ -58,3 +59,35 @@ def test_an_axis_is_at_least_one(axis: str, size: int) -> None:
 def test_words() -> None:
     assert Mesh().describe() == "1 rank"
     assert Mesh(tp=2, pp=3).describe() == "pp 3 x tp 2"
+
+
+def test_groups_of_the_user_s_own() -> None:
+    pairs = Groups(name="pairs", parts=((0, 3), (1,)))
+    mesh = Mesh(tp=2, pp=2, named=(pairs,))
+    assert msgspec.json.decode(msgspec.json.encode(mesh), type=Mesh) == mesh
+    assert hash(mesh) != hash(Mesh(tp=2, pp=2))
+    assert mesh.groups("tp") == Mesh(tp=2, pp=2).groups("tp")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "why"),
+    [
+        ("pairs", ((0, 1), (1, 2)), "in two parts"),
+        ("pairs", ((0, 4),), "rank 4"),
+        ("pairs", ((-1, 0),), "rank -1"),
+        ("pairs", ((0, 1), ()), "without ranks"),
+        ("pairs", (), "without ranks"),
+        ("tp", ((0, 1),), "taken"),
+        ("world", ((0, 1),), "taken"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(name: str, parts: tuple[tuple[int, ...], ...], why: str) -> None:
+    with pytest.raises(Refused, match="cannot be made") as caught:
+        Mesh(tp=4, named=(Groups(name=name, parts=parts),))
+    assert why in str(caught.value.findings[0].found)
+
+
+def test_an_axis_leaves_the_node_where_its_ranks_do() -> None:
+    mesh = Mesh(tp=4, sp=2, pp=4)
+    assert [mesh.nodes_of(axis, 8) for axis in ("tp", "sp", "ep", "pp")] == [1, 1, 1, 4]
+    assert mesh.nodes_of("tp", 2) == 2

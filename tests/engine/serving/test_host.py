@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from firstlight.engine.errors import RankFailure, Refused
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import Groups, Mesh
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import HostOptions
@@ -243,7 +243,12 @@ def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_pat
             second.wait_ready(READY_S)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(dp=2, pp=2), Mesh(ep=2, tp=2)], ids=lambda mesh: mesh.describe())
+CROSSED = Groups(name="crossed", parts=((0, 3), (1, 2)))  # neighbours on no axis
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(dp=2, pp=2), Mesh(ep=2, tp=2, named=(CROSSED,))], ids=lambda mesh: mesh.describe()
+)
 def test_every_mesh_gives_the_tokens_and_traces_of_one_rank(checkpoint: Get, tmp_path: Path, mesh: Mesh) -> None:
     path = checkpoint("llava-moe")
     given = inputs("llava-moe", batch=3)
