@@ -94,7 +94,7 @@ def read_config(path: str) -> dict[str, Any]:
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands twice", node.start_mark)
-            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+            return super().construct_mapping(node, deep)
 
     try:
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)

@@ -12,7 +12,7 @@ from typing import Any
 
 import h11
 import msgspec
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from firstlight.engine.serving.openai import error_body
 
@@ -86,9 +86,10 @@ class Protocol(H11Protocol):
 
     def _end(self, status: int, message: str, code: str) -> None:
         """Answers where an answer is still possible, and hangs up; who reads the body finds the client gone."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_body(message, "invalid_request_error", code))
             headers = [
