@@ -20,7 +20,6 @@ from firstlight.engine.model.spec import (
     ModelSpec,
     MoE,
     Norm,
-    Router,
 )
 from firstlight.kernels.gated_activation.names import named
 
@@ -56,29 +55,11 @@ def delta_attention(config: Config, norm: Norm) -> GatedDelta:
 
 
 def mixture(config: Config, act: str, norm: Norm) -> MoE:
-    for key, known in (("moe_layer_freq", 1), ("moe_router_activation_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        config.only(key, known, default=known)
-    config.get("use_grouped_topk")  # groups are counted below
-    experts, latent = config.size("moe_intermediate_size"), config.get("routed_expert_hidden_size")
-    is_normed = bool(config.get("latent_moe_use_norm", False))
-    return MoE(
-        num_experts=config.size("num_experts"),
-        intermediate=experts,
-        activation=act,
-        router=Router(
-            top_k=config.size("num_experts_per_token"),
-            scoring="sigmoid",
-            normalize=bool(config.get("moe_renormalize", True)),
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            correction_bias=True,
-            num_groups=int(config.get("num_expert_group", 1)),
-            topk_groups=int(config.get("topk_group", 1)),
-            group_score="top2_sum",
-            float32=True,
-        ),
-        shared=MLP(intermediate=experts * config.size("num_shared_experts"), activation=act),
-        latent=Latent(width=int(latent), norm=norm if is_normed else None) if latent else None,
-    )
+    """Kimi Linear's, at a width of the experts' own."""
+    config.only("topk_method", "noaux_tc", default="noaux_tc")
+    width, is_normed = config.get("routed_expert_hidden_size"), bool(config.get("latent_moe_use_norm", False))
+    latent = Latent(width=config.size("routed_expert_hidden_size"), norm=norm if is_normed else None) if width else None
+    return msgspec.structs.replace(kimi_linear.mixture(config, act, scale=1.0), latent=latent)
 
 
 def text(config: Config) -> ModelSpec:

@@ -1,5 +1,8 @@
 """Kimi Linear: delta attention with a decay a channel, latent attention without positions, sigmoid-routed experts."""
 
+import importlib
+from typing import Any
+
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
     TRUNK,
@@ -11,7 +14,7 @@ from firstlight.engine.model.families.common import (
 )
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.rules import rule
+from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLA, MLP, FeedForward, GatedDelta, Mixer, ModelSpec, MoE, Norm, Router
 
 
@@ -53,11 +56,12 @@ def latent_attention(config: Config) -> MLA:
     )
 
 
-def mixture(config: Config) -> MoE:
+def mixture(config: Config, act: str, scale: float) -> MoE:
+    """`scale`: of the routed sum, where the file is silent."""
     config.only("moe_layer_freq", 1, default=1)
     config.only("moe_router_activation_func", "sigmoid", default="sigmoid")
     config.get("use_grouped_topk")  # with one group it says the same either way
-    width, act = config.size("moe_intermediate_size"), activation(config)
+    width = config.size("moe_intermediate_size")
     return MoE(
         num_experts=config.size("num_experts", "num_local_experts"),
         intermediate=width,
@@ -66,7 +70,7 @@ def mixture(config: Config) -> MoE:
             top_k=config.size("num_experts_per_token", "num_experts_per_tok"),
             scoring="sigmoid",
             normalize=bool(config.get("moe_renormalize", config.get("norm_topk_prob", True))),
-            scale=float(config.get("routed_scaling_factor", 2.446)),
+            scale=float(config.get("routed_scaling_factor", scale)),
             correction_bias=True,
             num_groups=int(config.get("num_expert_group", config.get("n_group", 1))),
             topk_groups=int(config.get("topk_group", 1)),
@@ -109,8 +113,11 @@ def dense_layers(config: Config) -> set[int]:
 
 
 def spec(config: Config) -> ModelSpec:
+    if (k3 := _k3(config)) is not None:
+        whole: ModelSpec = k3.text(config)
+        return whole
     delta, latent, full = delta_attention(config), latent_attention(config), full_layers(config)
-    moe, dense, plain = mixture(config), dense_layers(config), mlp(config)
+    moe, dense, plain = mixture(config, activation(config), 2.446), dense_layers(config), mlp(config)
     config.only("num_nextn_predict_layers", 0, default=0)
 
     def mixer(index: int) -> Mixer:
@@ -121,6 +128,16 @@ def spec(config: Config) -> ModelSpec:
 
     reach = int(config.get("model_max_length", config.get("max_position_embeddings", 0)))
     return decoder(config, "kimi_linear", mixer, feed_forward, norm=rms(config, 1e-5), max_positions=reach)
+
+
+def _k3(config: Config) -> Any:
+    """The family built on this file, where the configuration is Kimi K3's text, which is called a Kimi Linear too."""
+    home = "firstlight.engine.model.families.kimi_k3"
+    return importlib.import_module(home) if "attn_res_block_size" in config else None
+
+
+def k3_rules(config: Config) -> tuple[WeightRule, ...]:
+    return tuple(k3.TEXT_RULES) if (k3 := _k3(config)) else ()
 
 
 _A, _P = "(model.|)layers.{i}.self_attn.", "layers.{i}.mixer."
@@ -144,4 +161,4 @@ MIXTURE_RULES = (
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
 )
 RULES = TRUNK + MLA_RULES + DELTA_RULES + MIXTURE_RULES
-FAMILY = Family(name="kimi_linear", model_types=("kimi_linear",), spec=spec, rules=RULES)
+FAMILY = Family(name="kimi_linear", model_types=("kimi_linear",), spec=spec, rules=RULES, left_out=k3_rules)

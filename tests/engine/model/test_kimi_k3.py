@@ -230,6 +230,26 @@ def test_every_key_of_the_mathematics_is_followed(text: dict[str, Any], linear: 
     assert float(np.abs(found["logits"] - logits).max() / np.abs(logits).max()) <= 3 * LIMIT
 
 
+@pytest.mark.parametrize("bare", [False, True], ids=["no tower", "the text's own configuration and names"])
+def test_a_release_of_the_text_alone(bare: bool, homes: dict[str, Path], tmp_path: Path) -> None:
+    source, home = homes["at a block"], tmp_path / "text"
+    home.mkdir()
+    tensors = {name: one for file in sorted(source.glob("*.safetensors")) for name, one in load_file(file).items()}
+    tensors = {name: one for name, one in tensors.items() if name.startswith("language_model.")}
+    config = json.loads((source / "config.json").read_text())
+    del config["vision_config"], config["media_placeholder_token_id"]
+    if bare:
+        tensors = {name.removeprefix("language_model."): one for name, one in tensors.items()}
+        config = config["text_config"]
+    save_file(tensors, home / "model.safetensors")
+    (home / "config.json").write_text(json.dumps(config))
+    inputs = {key: value.numpy() for key, value in golden_inputs(source, 20, pictures=False).items()}
+    model = Direct(home)
+    assert model.ledger.complete
+    assert not [finding for finding in model.ledger.findings if finding.severity == "fatal"]
+    np.testing.assert_array_equal(model.run(inputs)["logits"], Direct(source).run(inputs)["logits"])
+
+
 def test_spec_of_the_release() -> None:
     """What the release's configuration says, block by block; nothing in it is passed over."""
     facts = json.loads((Path(__file__).parents[3] / "data/models/kimi-k3.json").read_text())
