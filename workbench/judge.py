@@ -223,13 +223,14 @@ def _pictures_of(case: Case, batch: int) -> Arrays:
     golden, vision = case.golden, case.spec.vision
     if vision is None or not golden.pictures.keys() & PICTURE_NAMES:
         return {}
+    pictures = {name: value for name, value in golden.pictures.items() if name != POSITIONS}
     is_placeholder = (golden.input_ids == vision.image_token_id) & golden.mask
-    rows = pictures_of_rows(vision.counts(golden.pictures), is_placeholder.sum(axis=1).tolist())
+    rows = pictures_of_rows(vision.counts(pictures), is_placeholder.sum(axis=1).tolist())
     first, count = rows[batch]
     if not count:
         return {}
-    unmarked = {} if is_marked(golden.pictures) else {"token_type_ids": np.zeros((1, 1), np.int64)}
-    return {**vision.share(golden.pictures, first, count), **unmarked}
+    unmarked = {} if is_marked(pictures) else {"token_type_ids": np.zeros((1, 1), np.int64)}
+    return {**vision.share(pictures, first, count), **unmarked}
 
 
 def _first_fault(case: Case, verdict: Verdict) -> None:
