@@ -11,9 +11,10 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
-from tests.checkpoints import inputs
+from firstlight.workbench.golden import Golden
 from tests.engine.direct import Direct
-from tests.engine.model.test_equality import rewrite
+from tests.engine.model.test_equality import LIMIT, rewrite
+from tests.families.verified import tell
 
 NAMES = (  # GLM's -> Ling's
     (r"embed_tokens", "word_embeddings"),
@@ -56,13 +57,24 @@ def keys(home: Path) -> dict[str, Any]:
     }
 
 
-def test_ling_is_glm_under_other_names(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    home, given = rewrite(checkpoint("glm4_moe"), tmp_path / "ling", as_ling), inputs("glm4_moe")
+def test_ling_is_glm_under_other_names(
+    checkpoint: Callable[[str], Path],
+    golden_file: Callable[[str], Path],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    home = rewrite(checkpoint("glm4_moe"), tmp_path / "ling", as_ling)
+    golden = Golden.read(golden_file("glm4_moe"))
+    given, theirs = golden.inputs(), golden.outputs["logits"][golden.mask]
     config = {"first_k_dense_replace": 1, **keys(home)}
     expected = Direct(checkpoint("glm4_moe")).run(given)["logits"]
     for spelling in ({}, {"partial_rotary_factor": None, "rotary_dim": config["head_dim"] // 2}):
         (home / "config.json").write_text(json.dumps({**config, **spelling}))
-        np.testing.assert_array_equal(Direct(home).run(given)["logits"], expected)
+        found = Direct(home).run(given)["logits"]
+        np.testing.assert_array_equal(found, expected)
+    error = float(np.abs(found - theirs).max() / np.abs(theirs).max())
+    assert error <= LIMIT
+    tell(request, home, "text", error)
 
 
 @pytest.mark.parametrize(
