@@ -31,12 +31,13 @@ share is in `common.py`, `mixtures.py` and `vision_common.py`; those that differ
 Each is held layer by layer, in float32, against transformers {transformers}, Kimi K3 against the plain implementation
 in `tests/reference`, on tiny random checkpoints in which every parameter matters. *Error* is the largest difference of
 any layer or of the logits on one rank, relative to the largest value of the reference. *Axes* are those along which
-several ranks gave what one rank gives; *steps*: a prompt in chunks and single steps gave what one pass gives. Model
+several ranks gave what one rank gives; *steps*: a prompt in chunks and single steps gave what one pass gives. *Formats*
+are those in which these checkpoints store matrices; every family reads all formats (`tests/engine/weights`). Model
 types in `this type` were tried under that name, others are read by the same lines. The table is written by
 `make families` from the results of the tests and by nothing else: {date}, {python} on {machine}, torch {torch}.
 
-| family | model types | text | pictures | axes | steps | error | lines |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| family | model types | text | pictures | axes | steps | formats | error | lines |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 FOOT = """
 What none of them knows runs in the reference's own modules on one rank, and is called a fallback wherever it shows
@@ -76,6 +77,7 @@ def row(module: str, found: Iterable[Verified]) -> str:
         "yes" if "image" in whats else "",
         ", ".join(axes),
         "yes" if "steps" in whats else "",
+        ", ".join(sorted({name for one in mine for name in one.formats})),
         f"{max(errors):.0e}" if errors else "not verified here",
         str(len((FOLDER / f"{module}.py").read_text().splitlines())),
     )

@@ -7,7 +7,8 @@ import msgspec
 
 from firstlight.engine.model.families.registry import HOMES
 from tests.families.table import README, read, row, table
-from tests.families.verified import Verified
+from tests.families.verified import Verified, formats_of
+from tests.kimi_k3 import write_checkpoint
 
 
 def results(path: Path, *cases: tuple[Verified, str]) -> Path:
@@ -33,18 +34,24 @@ def test_only_what_passed_counts(tmp_path: Path) -> None:
 
 def test_a_row_says_what_was_tried_and_the_largest_error() -> None:
     found = [
-        Verified(model_type="granitemoe", what="text", error=2e-7),
+        Verified(model_type="granitemoe", what="text", error=2e-7, formats=("F32",)),
         Verified(model_type="granitemoe", what="text", error=4e-6),
         Verified(model_type="granitemoe", what="tp2 ep2"),
-        Verified(model_type="granitemoe", what="steps"),
+        Verified(model_type="granitemoe", what="steps", formats=("BF16", "F32")),
         Verified(model_type="mixtral", what="image", error=1.0),
     ]
-    _, name, types, text, pictures, axes, steps, error, lines, _ = (
+    _, name, types, text, pictures, axes, steps, formats, error, lines, _ = (
         cell.strip() for cell in row("granitemoe", found).split("|")
     )
     assert (name, types) == ("[granitemoe](granitemoe.py)", "`granitemoe`, granitemoeshared")
     assert (text, pictures, axes, steps, error) == ("yes", "", "tp, ep", "yes", "4e-06")
+    assert formats == "BF16, F32"
     assert int(lines) > 20
+
+
+def test_formats_are_those_of_the_files(tmp_path: Path) -> None:
+    assert formats_of(write_checkpoint(tmp_path / "packed")) == ("BF16", "F32", "MXFP4")
+    assert formats_of(write_checkpoint(tmp_path / "plain", packed=False)) == ("BF16", "F32")
 
 
 def test_a_family_without_results_says_so() -> None:
