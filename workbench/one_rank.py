@@ -153,8 +153,10 @@ class _Part:
 
         held = next(len(one) for name, one in self.weights.storages.items() if name.endswith("experts.down"))
 
-        def spread(logits_TE: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-            weights_Tk, ids_Tk = router_topk(logits_TE, *options)
+        def spread(
+            logits_TE: Tensor, correction_bias_E: Tensor | None, top_k: int, *options: Any, **named: Any
+        ) -> tuple[Tensor, Tensor]:
+            weights_Tk, ids_Tk = router_topk(logits_TE, correction_bias_E, top_k, *options, **named)
             tokens, chosen = ids_Tk.shape
             place_Tk = torch.arange(tokens).unsqueeze(1) + tokens * torch.arange(chosen)
             spread_Tk = place_Tk * logits_TE.shape[1] // (tokens * chosen)
