@@ -131,7 +131,6 @@ class Pages:
         if wanted == self.length:
             for worker in self._workers:
                 worker.join()
-            self._conclude()
 
     def stop(self) -> None:
         """Back no more pages; what is backed stays."""
@@ -184,7 +183,7 @@ class Pages:
     def _back_block(self, block: int) -> None:
         with self._changed:
             if self._pace.turns_slow():
-                self._ask_for_huge(False)
+                self._give_up_huge()
         offset = block * HUGE_PAGE_BYTES
         nbytes = min(HUGE_PAGE_BYTES, self.length - offset)
         before_s = time.thread_time()
@@ -194,17 +193,17 @@ class Pages:
             self._blocks[block] = DONE
             while self._frontier < len(self._blocks) and self._blocks[self._frontier] == DONE:
                 self._frontier += 1
+            if self._frontier == len(self._blocks) and self._pace.is_slow:
+                self._ask_for_huge(True)  # the kernel may join small pages when it sees to it
             self._changed.notify_all()
 
-    def _conclude(self) -> None:
-        """What is said once all is backed: whether huge pages were given up."""
-        with self._changed:
-            if self._pace.is_slow and self.reason is None:
-                self._ask_for_huge(True)  # the kernel may join small pages when it sees to it
-                self.reason = (
-                    f"the system took {self._pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are "
-                    "used for now; join_pages joins them"
-                )
+    def _give_up_huge(self) -> None:
+        """From here on small pages, and why."""
+        self._ask_for_huge(False)
+        self.reason = (
+            f"the system took {self._pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are used for "
+            "now; join_pages joins them"
+        )
 
     def _back(self, offset: int, nbytes: int) -> None:
         if self._madvise(self.address + offset, nbytes, MADV_POPULATE_WRITE) != 0:  # Linux before 5.14

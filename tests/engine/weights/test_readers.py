@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights.readers import Piece, read_pieces
+from firstlight.engine.weights.readers import Job, Piece, read_jobs, read_pieces
 from firstlight.engine.weights.sources import local
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
 from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
@@ -168,6 +168,26 @@ def test_a_failing_progress_callback_stops_the_reading(files: dict[Path, bytes])
         read_pieces(random_pieces(files, 400)[0], 2, progress)
     assert open_descriptors() == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_memory_is_provided_by_the_thread_that_reads_and_before_it_does(
+    files: dict[Path, bytes], as_rows: bool
+) -> None:
+    path, content = list(files.items())[2]
+    target = memoryview(bytearray(3_000_000))
+    piece: Piece = Rows(str(path), 0, target, 1000, 2000) if as_rows else (path, 0, target)
+    provided: list[tuple[str, int]] = []
+
+    def provide(view: memoryview) -> None:
+        assert not any(view), "nothing was read there yet"
+        provided.append((threading.current_thread().name, view.nbytes))
+
+    for _ in read_jobs([Job([piece])], LocalFiles(), 2, provide=provide):
+        pass
+    assert sum(nbytes for _, nbytes in provided) == target.nbytes
+    assert {name for name, _ in provided} <= {"read-0", "read-1"}
+    assert bytes(target) == (shares(content, 0, 3000, 1000, 2000) if as_rows else content[: target.nbytes])
 
 
 def shares(content: bytes, offset: int, count: int, span: int, stride: int) -> bytes:
