@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,8 +171,10 @@ class Comms:
     def alone(cls) -> Comms:
         """For a single rank: nothing is ever sent."""
         recorder = Recorder()
-        single = {axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, "world", "control", "rows")}
-        return cls(**single, recorder=recorder, exchange="auto")
+        single: dict[str, Any] = {
+            axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, "world", "control", "rows")
+        }
+        return cls(**single, recorder=recorder)
 
     @classmethod
     def connect(

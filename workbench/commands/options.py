@@ -81,6 +81,15 @@ def mesh(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{axis}", type=positive, metavar="N", help=text)
 
 
+def expert_exchange(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--expert-exchange",
+        choices=EXCHANGES,
+        default="auto",
+        help="tokens of other ep ranks' experts: summed over ranks, sent to them, or by the size of a step (auto)",
+    )
+
+
 def engine(parser: argparse.ArgumentParser) -> None:
     """Everything an engine is started with."""
     mesh(parser)
@@ -105,12 +114,7 @@ def engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weights-budget", type=nbytes, metavar="BYTES", help="memory of a rank for weights that come and go, as 8GiB"
     )
-    group.add_argument(
-        "--expert-exchange",
-        choices=EXCHANGES,
-        default="auto",
-        help="tokens of other ep ranks' experts: summed over ranks, sent to them, or by the size of a step (auto)",
-    )
+    expert_exchange(group)
     group.add_argument(
         "--packed",
         choices=("auto", "always", "never"),
@@ -185,7 +189,8 @@ def refuse_absent_pictures(images: list[str]) -> None:
 def mesh_of(arguments: argparse.Namespace) -> Mesh:
     from firstlight.engine.parallel.mesh import Mesh
 
-    return Mesh(**{axis: getattr(arguments, axis) or 1 for axis in AXES})
+    sizes: dict[str, Any] = {axis: getattr(arguments, axis) or 1 for axis in AXES}
+    return Mesh(**sizes)
 
 
 def has_mesh(arguments: argparse.Namespace) -> bool:

@@ -25,6 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, default="latency", help="what to lay out for without a mesh")
     parser.add_argument("--cache-dtype", type=options.dtype, metavar="D", default="BF16", help="dtype of the cache")
     parser.add_argument("--headroom", type=options.share, metavar="F", default=0.15, help="part of memory left free")
+    options.expert_exchange(parser)
     options.fallback(parser)
     options.mesh(parser)
 
@@ -45,4 +46,5 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         cache_dtype="BF16" if arguments.cache_dtype == "auto" else arguments.cache_dtype,
         headroom=arguments.headroom,
         objective=arguments.objective,
+        exchange=arguments.expert_exchange,
     )
