@@ -110,7 +110,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
 
     def nodes_of(self, axis: str, per_node: int) -> int:
         """Nodes of `per_node` devices that ranks along `axis` are on; 1: their link is the node's own."""
-        inner = AXES[AXES.index(axis) :]  # type: ignore[arg-type]
+        inner = AXES[AXES.index(axis) :]
         return -(-math.prod(self.size(one) for one in inner) // per_node)
 
     def describe(self) -> str:
