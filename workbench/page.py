@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LIVE = ("application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json", "application/javascript")
+WIDGET_ALONE = {"application/vnd.jupyter.widget-view+json", "text/plain"}  # a widget without a twin: nothing to read
 FROM_OUTSIDE = ("mathjax_url", "require_js_url", "jquery_url", "jupyter_widgets_base_url", "mermaid_js_url")
 
 
@@ -18,7 +19,9 @@ def notebook_page(notebook: str | Path) -> str:
     node: Any = nbformat.read(str(notebook), as_version=4)
     node.metadata.pop("widgets", None)
     for cell in node.cells:
-        for output in cell.get("outputs", ()):
+        outputs = cell.get("outputs", [])
+        outputs[:] = [output for output in outputs if set(output.get("data", ())) != WIDGET_ALONE]
+        for output in outputs:
             data = output.get("data", {})
             for mime in LIVE:
                 if mime in data and len(data) > 1:

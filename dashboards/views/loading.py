@@ -15,7 +15,7 @@ from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.render import words
 
 RUNGS = ("load", "start")
-READ_AHEAD = "A layer that was read ahead, or lies in the system's page cache, comes faster than the source gives."
+BY_THEN = "The rate of everything that was there by the end of the layer: layers are read ahead, several at a time."
 TITLES = {"ranks": "By rank", "memory": "By role", "by_layer": "By layer"}
 
 
@@ -25,8 +25,8 @@ class Loading:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._top, self._rates, self._plot, self._step, self._rest = pane(), plot(), plot(280), pane(), pane()
-        self._rates_note = pane(html.page(html.nothing(READ_AHEAD)))
-        self._rates_title, self._plot_title = heading("Rate by layer, as it came"), heading("Bytes over time")
+        self._rates_note = pane(html.page(html.nothing(BY_THEN)))
+        self._rates_title, self._plot_title = heading("Rate of reading, up to each layer"), heading("Bytes over time")
         self._replay = pn.widgets.IntSlider(
             name="Replay: event", value=0, start=0, end=1, stylesheets=[FIELDS], sizing_mode="stretch_width"
         )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot, progress_rows, requests_once
 from firstlight.dashboards.views.view import Page, column, pane, put
 from firstlight.engine.findings import Finding
+from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.workbench.ladder import highlights
 from firstlight.workbench.render import words
@@ -37,9 +40,9 @@ class Overview:
 
 def _head(snapshot: Snapshot) -> str:
     record = snapshot.record
-    options = (record.engine or {}).get("options", {})
-    mesh = " x ".join(f"{axis} {size}" for axis, size in options.get("mesh", {}).items() if size != 1) or "1 rank"
-    said = f"{record.checkpoint} · {mesh} · since {record.created[:19].replace('T', ' ')} UTC"
+    saved = (record.engine or {}).get("options", {}).get("mesh")
+    mesh = f"{msgspec.convert(saved, Mesh).describe()} · " if saved else ""
+    said = f"{record.checkpoint} · {mesh}since {record.created[:19].replace('T', ' ')} UTC"
     return html.page(f"<h1>{html.said(record.model)}</h1><p class='quiet'>{html.said(said)}</p>")
 
 

@@ -78,8 +78,11 @@ class Errors(list[str]):
 
     def watch(self, page: Any) -> Any:
         page.on("pageerror", lambda error: self.append(str(error)))
-        page.on("console", lambda message: self.append(message.text) if message.type == "error" else None)
+        page.on("console", lambda message: self._complain(message) if message.type == "error" else None)
         return page
+
+    def _complain(self, message: Any) -> None:
+        self.append(f"{message.text} ({message.location.get('url', '')})")
 
 
 @pytest.fixture
