@@ -50,18 +50,20 @@ def scan(
     against: str | os.PathLike[str] | None = None,
     keep: Path | None = None,
     operators: bool = False,
+    trust_remote_code: bool = False,
 ) -> Report:
     """Architecture, tensors, formats, operators, gaps and integrity of a checkpoint.
 
     Reads headers, index and side files only; `deep` reads every tensor as well, hashes it, and looks for NaN, infinity
     and scales unlike those of siblings. `manifest` writes the hashes to a file, `against` compares with such a file;
     both imply `deep`. `strict`: a warning fails the scan. `keep`: a run directory that gets the whole ledger, row by
-    row, for the dashboard. `operators`: what the reference's own code computes and what serves it here. Raises
-    `Refused` when the source is no checkpoint at all, or `against` no manifest; everything else that is wrong is a
-    failed check.
+    row, for the dashboard. `operators`: what the reference's own code computes and what serves it here; code that the
+    checkpoint brings is run for it with `trust_remote_code` alone. Raises `Refused` when the source is no checkpoint at
+    all, or `against` no manifest; everything else that is wrong is a failed check.
     """
+    trusted = trust_remote_code if operators else None
     with uncollected():
-        return _scan(source, deep, progress or Progress(), strict, manifest, against, keep, operators)
+        return _scan(source, deep, progress or Progress(), strict, manifest, against, keep, trusted)
 
 
 def _scan(
@@ -72,7 +74,7 @@ def _scan(
     manifest: str | os.PathLike[str] | None,
     against: str | os.PathLike[str] | None,
     keep: Path | None,
-    operators: bool,
+    trusted: bool | None,
 ) -> Report:
     other = _manifest(manifest, against)
     checkpoint = Checkpoint.open(source)
@@ -98,14 +100,23 @@ def _scan(
     _side_files(draft, checkpoint, rows, sees=described is not None and described[0].vision is not None)
     if deep or manifest is not None or other is not None:
         _deep(draft, checkpoint, progress, manifest, other)
-    if operators:
-        from firstlight.workbench.coverage import coverage
-
-        coverage(draft, checkpoint.directory)
+    if trusted is not None:
+        _operators(draft, checkpoint, trusted)
     if strict:
         warnings = sum(finding.severity == "warning" for finding in draft.findings)
         draft.check("no warnings (strict)", not warnings, value=warnings, limit=0, unit="warnings")
     return draft.close()
+
+
+def _operators(draft: Draft, checkpoint: Checkpoint, trust_remote_code: bool) -> None:
+    """What the reference computes; that it cannot be asked is a failed check, and the scan stands."""
+    from firstlight.workbench.coverage import coverage
+
+    try:
+        coverage(draft, checkpoint.directory, trust_remote_code)
+    except Refused as refused:
+        draft.find(refused.findings)
+        draft.check("the reference's operators are listed", False, detail=refused.findings[0].code)
 
 
 def _manifest(manifest: str | os.PathLike[str] | None, against: str | os.PathLike[str] | None) -> Manifest | None:

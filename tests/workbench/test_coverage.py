@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from firstlight.workbench.coverage import OUTSIDE, TOKENS, UNSEEN, coverage, trace
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.scan import scan
 from firstlight.workbench.served import served
+from tests.kimi_k3 import write_checkpoint
 
 
 def covered(directory: Path) -> Report:
@@ -56,6 +58,16 @@ def test_a_tower_that_is_not_traced_is_said_not_to_be_among_the_rows() -> None:
         trace(draft, strange)
     (said,) = [check for check in draft.close().checks if check.status == "skipped"]
     assert said.detail.startswith(UNSEEN)
+
+
+def test_a_reference_that_cannot_be_asked_fails_its_check_and_the_scan_stands(tmp_path: Path) -> None:
+    """Kimi K3's own code is no part of transformers; what the checkpoint brings is not run unasked."""
+    home = write_checkpoint(tmp_path / "k3")
+    report = scan(home, operators=True)
+    assert [check.name for check in report.checks if check.status == "failed"] == [
+        "the reference's operators are listed"
+    ]
+    assert report.value("tensors") > 100
 
 
 @pytest.mark.parametrize(

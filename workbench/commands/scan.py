@@ -38,5 +38,6 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         manifest=arguments.manifest,
         against=arguments.against,
         operators=arguments.operators,
+        trust_remote_code=arguments.trust_remote_code,
         keep=session.run.directory if session.run is not None else None,
     )
