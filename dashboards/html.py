@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from firstlight.workbench.report import Metric
 
 SHORT = 36  # characters that stay on one line
 MOST_ROWS = 500
+ENDS = re.compile(r"([./_-])(?=\w)")
 STATUSES = ("passed", "failed", "refused", "skipped")
 
 
@@ -109,6 +111,8 @@ def _in_words(column: str, value: Any) -> str:
 def _cell(column: str, text: str, kind: str) -> str:
     kind = kind or ("t" if len(text) <= SHORT else "w")
     inner = status(text) if column == "status" and text in STATUSES else said(text)
+    if kind == "w":
+        inner = ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
     return f'<td class="{kind}">{inner}</td>'
 
 
