@@ -18,7 +18,7 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the weights of a case are stored: kind of codes, rows and columns of a block (0: all), dtype of the scales."""
+    """How the weights of a case are stored: kind of codes, rows and columns of a block (0: all), dtype of scales."""
 
     code: str
     block: tuple[int, int]

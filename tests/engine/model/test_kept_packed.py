@@ -1,4 +1,4 @@
-"""Weights that stay packed: what is kept, what it takes, and that nothing computes otherwise than with what is unpacked."""
+"""Weights that stay packed: what is kept, what it takes, and that products are those of what is unpacked."""
 
 from __future__ import annotations
 
