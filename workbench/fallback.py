@@ -82,11 +82,18 @@ class Transformers:
                 except errors_of_configs() as error:
                     raise _unusable(str(model_type), error) from error
             if self.trust_remote_code and "auto_map" in raw and Path(self.checkpoint).is_dir():
-                found = transformers.AutoConfig.from_pretrained(
-                    self.checkpoint, local_files_only=True, trust_remote_code=True
-                )
+                broken: tuple[type[Exception], ...] = (*errors_of_configs(), *ERRORS_OF_CODE)
+                try:
+                    found = transformers.AutoConfig.from_pretrained(
+                        self.checkpoint, local_files_only=True, trust_remote_code=True
+                    )
+                except broken as error:
+                    raise _broken_code(str(model_type), error) from error
                 return found, f"{transformers.__version__}, running the checkpoint's own code"
         return None, ""
+
+
+ERRORS_OF_CODE = (ImportError, OSError, SyntaxError, NameError, RuntimeError)
 
 
 def _computes(model_type: str) -> bool:
@@ -115,6 +122,18 @@ def _unusable(model_type: str, error: Exception) -> Refused:
             expected="values as the releases of this architecture have them",
             found=type(error).__name__,
             next="fetch the release's own config.json again",
+        )
+    )
+
+
+def _broken_code(model_type: str, error: Exception) -> Refused:
+    return Refused(
+        fatal(
+            "not-available",
+            f"the code that the checkpoint brings for {model_type} does not run: {str(error)[:200]}",
+            expected="modules as its auto_map names them, and what they import",
+            found=type(error).__name__,
+            next="install what scan lists among its imports, or work without --trust-remote-code",
         )
     )
 

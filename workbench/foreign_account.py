@@ -35,7 +35,7 @@ class _Group:
 def without_weights(directory: str | Path, *, trust_remote_code: bool = False) -> Any:
     """transformers' own module of a checkpoint on the meta device: names and shapes alone. Raises `Refused`."""
     transformers = load_transformers()
-    unusable: tuple[type[Exception], ...] = (*errors_of_configs(), OSError)
+    unusable: tuple[type[Exception], ...] = (*errors_of_configs(), OSError, ImportError)
     with quiet(), torch.device("meta"):
         try:
             config = transformers.AutoConfig.from_pretrained(

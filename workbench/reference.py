@@ -247,8 +247,8 @@ def without_memory(
             if hasattr(config, "vision_config"):
                 kind = transformers.AutoModelForImageTextToText
             return kind.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise unavailable(directory, str(error).splitlines()[0]) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            raise unavailable(directory, str(error).strip().splitlines()[0]) from error
 
 
 def part_of_transformers(name: str) -> Any:

@@ -308,4 +308,5 @@ def _other_files(names: Iterable[str]) -> Iterable[Finding]:
         )
     code = [name for name in names if name.endswith(".py")]
     if code:
-        yield note("remote-code", f"the checkpoint brings code, which was not run: {', '.join(code)}", file=code[0])
+        said = f"the checkpoint brings code, which runs with --trust-remote-code alone: {', '.join(code)}"
+        yield note("remote-code", said, file=code[0])

@@ -288,6 +288,18 @@ def test_code_that_comes_along_is_listed_and_not_run(foreign: Get, tmp_path: Pat
     assert not mark.exists(), "code of the checkpoint was run"
 
 
+def test_trusted_code_that_does_not_run_is_refused(foreign: Get, tmp_path: Path) -> None:
+    home = tmp_path / "trusted"
+    shutil.copytree(foreign("bloom"), home)
+    (home / "configuration_own.py").write_text("import a_package_that_is_not_there\n")
+    edit_config(home, model_type="own", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    fallback.use("auto", str(home), True)
+    report = scan(home)
+    (refused,) = [finding for finding in report.findings if finding.severity == "fatal"]
+    assert refused.code == "not-available"
+    assert "a_package_that_is_not_there" in refused.message
+
+
 def test_trust_lets_the_reference_run_it(foreign: Get, tmp_path: Path) -> None:
     """The checkpoint's own configuration and model classes, here thin ones over a known architecture."""
     home = tmp_path / "trusted"
