@@ -362,4 +362,5 @@ def _options(source: str, mesh: Mesh, options: dict[str, Any]) -> EngineOptions:
 
             refuse_unknown("option", name, sorted(known | set(AXES)), "see firstlight.engine.serving.options")
     fallback = use(mode_of(options.get("fallback", "auto")), source, bool(options.get("trust_remote_code")))
-    return EngineOptions(checkpoint=source, mesh=mesh, **{**options, "fallback": fallback})
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}  # from JSON
+    return EngineOptions(checkpoint=source, mesh=mesh, **{**values, "fallback": fallback})
