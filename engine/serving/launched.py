@@ -156,7 +156,8 @@ class LaunchedHost:
         assert place is not None
         assert place.rank == 0, "only rank 0 gives orders"
         host = http or HostOptions()
-        number = _give(_connect(place), Order(engine=engine, host=host))
+        quiet = msgspec.structs.replace(host, host="127.0.0.1", token=None)  # whoever reaches the store can read it
+        number = _give(_connect(place), Order(engine=engine, host=quiet))
         process = RankProcess(engine, host, _of_order(place, number), None, leave=lambda _: None)
         return cls(process, Path.cwd() if run_dir is None else Path(run_dir))
 

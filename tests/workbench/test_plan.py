@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.parallel.hardware import parse_cluster
+from firstlight.engine.parallel.hardware import hosts_of, parse_cluster
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.here import this_cluster
@@ -115,3 +115,43 @@ def test_the_context_is_no_longer_than_the_model_allows(checkpoint: Get) -> None
     assert "64 tokens of context" in report.checks[0].detail
     longer = plan(checkpoint("llama"), this_cluster(1, "cpu"), context=65)
     assert {f.code for f in longer.findings} - {f.code for f in report.findings} == {"context-too-long"}
+
+
+def test_layouts_are_weighed_in_a_table_with_the_reasons() -> None:
+    for objective, column, best in (("latency", "ms_per_token", min), ("throughput", "tokens_per_s", max)):
+        report = plan("deepseek-v3", parse_cluster("2x8xH200"), objective=objective)  # type: ignore[arg-type]
+        rows = report.tables["layouts"]
+        assert len(rows) > 3
+        assert rows[0][column] == best(row[column] for row in rows)
+        assert rows[0]["mesh"] == report.value("mesh")
+        assert rows[0][column] == report.value(column)
+        assert all(row["why"] for row in rows)
+        assert {row["bound_by"] for row in report.tables["step_time_ms"]} <= {"memory", "compute", "communication"}
+    fewest = plan("deepseek-v3", parse_cluster("2x8xH200"), objective="devices").tables["layouts"]
+    assert fewest[0]["devices"] == min(row["devices"] for row in fewest)
+
+
+def test_what_does_not_fit_for_a_crowd_names_a_layout_for_the_crowd() -> None:
+    report = plan("llama-3.1-405b", parse_cluster("8xH200"), concurrency=3000)
+    assert report.exit_status == 1
+    (finding,) = [f for f in report.findings if f.severity == "fatal"]
+    devices = int(str(finding.next).partition(" on ")[2].partition(" x ")[0].replace(",", ""))
+    assert plan("llama-3.1-405b", parse_cluster(f"{devices}xH200"), concurrency=3000).status == "passed"
+    room = int(str(finding.next).rpartition(" ")[2])
+    assert plan("llama-3.1-405b", parse_cluster("8xH200"), Mesh(tp=8), concurrency=room).status == "passed"
+    assert plan("llama-3.1-405b", parse_cluster("8xH200"), Mesh(tp=8), concurrency=room + 1).status == "failed"
+
+
+def test_a_cluster_file_may_name_hosts_and_write_figures_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    device = "{name: X, memory_bytes: 80000000000, memory_bandwidth_Bps: 4e12}"
+    file.write_text(f"hosts: [a, b]\nper_node: 8\ndevice: {device}")
+    found = parse_cluster(str(file))
+    assert (found.nodes, found.device.memory_bandwidth_Bps) == (2, 4e12)
+    assert hosts_of(str(file)) == ("a", "b")
+    file.write_text("hosts: [a, b]\nnodes: 3\nper_node: 8\ndevice: H200")
+    with pytest.raises(Refused, match="nodes is 3, and it names 2 hosts"):
+        parse_cluster(str(file))
+    file.write_text("per_node: 8\ndevice: H200")
+    with pytest.raises(Refused, match="names no hosts"):
+        hosts_of(str(file))
