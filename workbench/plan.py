@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
@@ -80,8 +80,6 @@ def plan(
         exchange=exchange,
     )
     draft.title = f"{name} on {cluster.describe()}, {found.mesh.describe()}"
-    if context is not None and context > spec.max_positions:
-        draft.find(_beyond_positions(context, spec.max_positions))
     _verdict(draft, found)
     if not isinstance(stored, Plain):
         loaded_bytes, finding = resident_finding(spec, stored, found, cache_dtype, full_window)
@@ -138,17 +136,6 @@ def _verdict(draft: Draft, found: Plan) -> None:
         f"{found.concurrency:,} at once",
     )
     draft.find(found.findings)
-
-
-def _beyond_positions(context: int, positions: int) -> Finding:
-    return warning(
-        "context-too-long",
-        "the model has no positions for the planned context; the figures are right, an engine would refuse it",
-        file="config.json",
-        expected=f"at most {positions:,} tokens",
-        found=f"{context:,} tokens",
-        next="plan a shorter --context",
-    )
 
 
 def _figures(draft: Draft, found: Plan) -> None:
