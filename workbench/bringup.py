@@ -362,5 +362,8 @@ def _options(source: str, mesh: Mesh, options: dict[str, Any]) -> EngineOptions:
 
             refuse_unknown("option", name, sorted(known | set(AXES)), "see firstlight.engine.serving.options")
     fallback = use(mode_of(options.get("fallback", "auto")), source, bool(options.get("trust_remote_code")))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}  # from JSON
-    return EngineOptions(checkpoint=source, mesh=mesh, **{**values, "fallback": fallback})
+    values: dict[str, Any] = {  # a run's record has lists in the place of tuples
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    values["fallback"] = fallback
+    return EngineOptions(checkpoint=source, mesh=mesh, **values)

@@ -27,7 +27,7 @@ DOORS = {
     "panel": ("dashboards/",),
     "fastapi": ("engine/serving/server.py",),
     "starlette": ("engine/serving/server.py",),
-    "uvicorn": ("engine/serving/server.py",),
+    "uvicorn": ("engine/serving/server.py", "engine/serving/protocol.py"),
     "ray": ("engine/parallel/cluster.py",),
     "triton": ("kernels/",),
     "ipywidgets": ("workbench/",),
