@@ -16,7 +16,7 @@ import json, sys, time
 import msgspec
 from firstlight.workbench.telemetry.nvml import NvmlSource
 source = NvmlSource()
-rounds = [list(source.read(1000.0 + tick, 7)) for tick in range(int(sys.argv[1]))]
+rounds = [list(source.read(1000.0 + tick * float(sys.argv[2]), 7)) for tick in range(int(sys.argv[1]))]
 print(msgspec.json.encode(rounds).decode())
 """
 Rounds = list[dict[tuple[str, str], dict[str, Any]]]
@@ -35,11 +35,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpus(library: Path) -> Callable[..., Rounds]:
     """Readings of a machine as the stand-in is told to be, by (device, metric), round by round."""
 
-    def read(rounds: int = 1, **machine: int) -> Rounds:
+    def read(rounds: int = 1, every_s: float = 1.0, **machine: int) -> Rounds:
         settings = {f"STAND_IN_{name.upper()}": str(value) for name, value in machine.items()}
         env = child_environment(LD_LIBRARY_PATH=str(library), **settings)
         done = subprocess.run(
-            [sys.executable, "-c", READ, str(rounds)], env=env, capture_output=True, text=True, check=True
+            [sys.executable, "-c", READ, str(rounds), str(every_s)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return [{(one["device"], one["metric"]): one for one in batch} for batch in json.loads(done.stdout)]
 
@@ -105,6 +109,15 @@ def test_link_counters_become_rates(gpus: Callable[..., Rounds]) -> None:
     )  # two fields moved 1,024 KiB each, one second later
 
 
+def test_who_asks_often_is_spared_what_takes_long_for_all_gpus_but_one(gpus: Callable[..., Rounds]) -> None:
+    rounds = gpus(rounds=16, every_s=0.1, count=3)
+    assert all(("gpu 2", "utilisation") in found for found in rounds)
+    whole = [[device for device, metric in found if metric == "pcie_sent"] for found in rounds]
+    assert whole[0] == ["gpu 0", "gpu 1", "gpu 2"]
+    assert all(len(found) <= 1 for found in whole[1:])
+    assert sorted(device for found in whole[1:] for device in found) == ["gpu 0", "gpu 1", "gpu 2"]
+
+
 def test_no_devices_and_no_driver_are_reasons(gpus: Callable[..., Rounds]) -> None:
     (seen,) = gpus(count=0)
     assert seen["nvml", "gpus"]["reason"] == "the driver sees no GPU"
@@ -116,7 +129,7 @@ def test_no_library_is_a_reason(tmp_path: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a driver")
     env = child_environment(LD_LIBRARY_PATH=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", READ, "1"], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", READ, "1", "1.0"], env=env, capture_output=True, text=True, check=True)
     ((one,),) = json.loads(done.stdout)
     assert one["value"] is None
     assert one["reason"].startswith("LibraryNotFound")

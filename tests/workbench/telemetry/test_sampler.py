@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from firstlight.engine.serving.board import BOARD
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.workbench.events import EventReader, EventWriter, RequestEvent
@@ -28,6 +29,14 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 def by_name(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
     return {(one.device, one.metric): one for one in readings}
+
+
+def settled(host: Host) -> None:
+    """Waits until the engine has laid out what it counted; the answer to a request may be there before."""
+    client, until_s = host.client(), time.monotonic() + 10.0
+    while (seen := client.glance()) is None or seen.requests != client.stats().requests:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
 
 
 def test_the_machine_reads_itself() -> None:
@@ -68,11 +77,13 @@ def test_the_engine_is_read_while_it_works_and_readings_carry_its_step(host: Hos
 def test_every_request_that_was_served_is_told_once_whoever_sent_it(host: Host) -> None:
     client = host.client()
     source = EngineSource(host.client)
+    settled(host)
     earlier = {event.record for event in source.read(1.0, None) if isinstance(event, RequestEvent)}
     body = {"model": "menagerie", "prompt": "what", "max_tokens": 3, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {client.token}"} if client.token else {}
     assert httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
     answer = client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=60))
+    settled(host)
     told = [event for event in source.read(2.0, None) if isinstance(event, RequestEvent)]
     assert [event.status for event in told] == ["length", "stop"]
     assert not earlier & {event.record for event in told}
@@ -113,3 +124,26 @@ def test_a_source_that_falls_over_is_named_and_the_others_go_on() -> None:
     sampler.sample()
     assert by_name(got)["broken", "source"].reason == "the source failed: OSError: no such sensor"
     assert by_name(got)["host", "memory_total"].value
+
+
+def test_what_an_engine_lays_out_is_read_without_asking_it(host: Host) -> None:
+    client = host.client()
+    client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=8))
+    settled(host)
+    source, asked = EngineSource(host.client), []
+    plain = client.stats
+    client.stats = lambda: asked.append(1) or plain()  # type: ignore[method-assign, func-returns-value, assignment]
+    try:
+        for tick in range(5):
+            found = by_name([one for one in source.read(1.0 + tick / 10, None) if isinstance(one, Reading)])
+            time.sleep(0.1)
+    finally:
+        client.stats = plain  # type: ignore[method-assign]
+    assert not asked
+    assert found["engine", "running"].value == 0
+    assert found["engine", "tokens"].value == 0, "an engine without work makes no tokens now"
+    (host.run_dir / BOARD).rename(host.run_dir / "elsewhere")
+    assert client.glance() is None
+    late = by_name([one for one in EngineSource(host.client).read(9.0, None) if isinstance(one, Reading)])
+    assert late["engine", "running"].value == 0, "without it the engine is asked"
+    (host.run_dir / "elsewhere").rename(host.run_dir / BOARD)
