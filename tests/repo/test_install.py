@@ -118,7 +118,7 @@ def _engine_modules() -> list[str]:
 
 def test_wheel_holds_the_code_the_facts_and_nothing_else(wheel: Path) -> None:
     inside = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    kinds = (".py", ".cpp", ".h", ".css", ".html")  # C++ is compiled on the machine that runs it
+    kinds = (".py", ".cpp", ".h", ".css", ".html", ".js")  # C++ is compiled on the machine that runs it
     code = {f for f in files() if f.parts[0] in CODE_FOLDERS and (f.suffix in kinds or f.name == "py.typed")}
     facts = {f for f in files() if f.parts[0] == "data" and f.suffix in (".json", ".yaml") and len(f.parts) <= 3}
     facts = {f for f in facts if len(f.parts) == 2 or f.parts[1] == "models"} | {Path("data/__init__.py")}

@@ -4,16 +4,10 @@ import importlib
 from typing import Any
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    TRUNK,
-    activation,
-    decoder,
-    experts,
-    mlp,
-    rms,
-)
+from firstlight.engine.model.families.common import TRUNK, activation, decoder, experts, mlp, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.mixtures import dense_layers
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLA, MLP, FeedForward, GatedDelta, Mixer, ModelSpec, MoE, Norm, Router
 
@@ -100,16 +94,6 @@ def full_layers(config: Config) -> set[int]:
     if sorted((*full, *linear)) != list(range(1, count + 1)):
         nested.refuse("full_attn_layers", full, f"with kda_layers, each of the layers 1 to {count} once")
     return {index - 1 for index in full}
-
-
-def dense_layers(config: Config) -> set[int]:
-    """Layers whose feed-forward is no mixture."""
-    types = config.get("mlp_layer_types")
-    if types is None:
-        return set(range(int(config.get("first_k_dense_replace", 1))))
-    for kind in set(types) - {"dense", "sparse"}:
-        config.unsupported("mlp_layer_types", kind, "dense or sparse")
-    return {index for index, kind in enumerate(types) if kind == "dense"}
 
 
 def spec(config: Config) -> ModelSpec:

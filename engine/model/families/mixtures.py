@@ -134,3 +134,13 @@ SHARED_EXPERT: tuple[WeightRule, ...] = (
     rule("(model.|)layers.{i}.mlp.shared_expert_gate.weight", _F + "shared_gate.weight"),
 )
 MIXTURE = ROUTER + ONE_BY_ONE + STACKED + SHARED_EXPERT
+
+
+def dense_layers(config: Config) -> set[int]:
+    """Layers whose feed-forward is no mixture."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return set(range(int(config.get("first_k_dense_replace", 1))))
+    for kind in set(types) - {"dense", "sparse"}:
+        config.unsupported("mlp_layer_types", kind, "dense or sparse")
+    return {index for index, kind in enumerate(types) if kind == "dense"}
