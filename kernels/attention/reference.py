@@ -58,8 +58,9 @@ def selective_attention(
     """Attend from each token to the keys of its sequence that `seen` selects, one bool [t, L] a sequence.
 
     Where heads see different keys, [N, t, L]; in place of bools, float32 that is added to the logits, -inf for a key
-    that is not seen (ALiBi, arXiv:2108.12409). Otherwise as `attention`. Every token must see a key, unless there are sinks. For what no window says: chunks of
-    positions (Llama 4), keys that an indexer chose (DeepSeek-V3.2, arXiv:2512.02556), spans seen in both directions.
+    that is not seen (ALiBi, arXiv:2108.12409). Otherwise as `attention`. Every token must see a key, unless there are
+    sinks. For what no window says: chunks of positions (Llama 4), keys that an indexer chose (DeepSeek-V3.2,
+    arXiv:2512.02556), spans seen in both directions.
     """
     outputs, start = [], 0
     for b, (query_len, seen_tL) in enumerate(zip(meta.query_lens, seen, strict=True)):
