@@ -144,7 +144,7 @@ def main() -> None:
                 for sampling in (pair % 2 == 0, pair % 2 == 1):
                     if sampling:
                         other.turn()
-                        time.sleep(SETTLE_S)
+                    time.sleep(SETTLE_S)  # before either kind of round: an engine that has just rested is another
                     one = measured(client, engine, other, given.seconds, given.at_once)
                     if sampling:
                         other.turn()
