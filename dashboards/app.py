@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import panel as pn
 from bokeh.server.auth_provider import AuthProvider
+from panel.io.resources import LOCAL_DIST
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 from tornado.web import RequestHandler
 
@@ -117,6 +118,8 @@ class Dashboard:
         template.add_panel("nav", pn.Column(self._run, self._tab, sizing_mode="stretch_width", margin=0))
         template.add_panel("main", self._main)
         self._document = pn.state.curdoc
+        # What is drawn before the page is rendered would have its style sheets from panel's public store else.
+        self._document.template_variables["dist_url"] = LOCAL_DIST
         self._location = pn.state.location
         self._go_where_the_address_says()
         self._choose()

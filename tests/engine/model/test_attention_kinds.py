@@ -51,8 +51,6 @@ def test_mistral_4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "key", "value"),
     [
-        ("falcon", "alibi", True),
-        ("stablelm", "qk_layernorm", True),
         ("phi3", "attention_bias", True),
         ("gemma3_text", "use_bidirectional_attention", True),
         ("llama4_text", "layer_types", ["sliding_attention"] * 3),
