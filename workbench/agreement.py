@@ -133,12 +133,13 @@ def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) 
     tokens = reader.tokens()
     options = reader.json(side_files.TOKENIZER_CONFIG)
     generation = reader.json(side_files.GENERATION_CONFIG)
+    rows = rows or _integer(_stated(config, "vocab_size"))
     found: list[Finding] = []
     if tokens is not None:
-        found.extend(_vocabulary(tokens, rows or _integer(_stated(config, "vocab_size"))))
+        found.extend(_vocabulary(tokens, rows))
         found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
-    found.extend(_ends(tokens, config, generation, options))
-    found.extend(_impossible_ends(config, generation, rows or _integer(_stated(config, "vocab_size"))))
+    found.extend(_ends(tokens, config, generation, options, rows))
+    found.extend(_impossible_ends(config, generation, rows))
     found.extend(unmet(generation))
     found.extend(_templates(reader, options))
     found.extend(_pictures(reader, config))
@@ -197,7 +198,11 @@ def _media(tokens: Tokens, config: Mapping[str, Any], processor: Mapping[str, An
 
 
 def _ends(
-    tokens: Tokens | None, config: Mapping[str, Any], generation: Mapping[str, Any], options: Mapping[str, Any]
+    tokens: Tokens | None,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    options: Mapping[str, Any],
+    rows: int | None,
 ) -> Iterator[Finding]:
     """Where an answer ends: generation_config.json decides, then config.json; the tokenizer has its own idea."""
     first, second = _ids(generation.get("eos_token_id")), _ids(_stated(config, "eos_token_id"))
@@ -223,7 +228,7 @@ def _ends(
             f"{own:,}",
             "check eos_token_id against the model's release: answers may run on",
         )
-    if strangers := used - tokens.ids:
+    if strangers := {one for one in used - tokens.ids if rows is None or one < rows}:  # others are impossible ends
         yield _clash(
             source,
             f"answers end at id {_listed(strangers)}, which is no token of the tokenizer",

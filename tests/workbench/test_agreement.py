@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "an end that is no token": (
         changed("generation_config.json", eos_token_id=[2, 4242]),
         "generation_config.json",
-        "answers end at id 4,242, which is no token",
+        "eos_token_id of generation_config.json holds 4242: no answer ends at that",
     ),
     "two chat templates": (
         {"chat_template.jinja": "{{ other }}"},
@@ -130,6 +130,13 @@ def test_each_kind_is_named(case: str, tmp_path: Path) -> None:
     (finding,) = found(tmp_path, changes)
     assert (finding.code, finding.severity, finding.file) == ("conflicting-flag", "warning", file)
     assert words in finding.message
+
+
+def test_an_end_among_rows_without_a_token_is_named(tmp_path: Path) -> None:
+    vocabulary = {"vocab": {f"t{i}": i for i in range(7)}}
+    changes = changed("tokenizer.json", model=vocabulary) | changed("generation_config.json", eos_token_id=[2, 7])
+    messages = [finding.message for finding in found(tmp_path, changes)]
+    assert any("answers end at id 7, which is no token" in message for message in messages), messages
 
 
 def test_a_vocabulary_that_is_padded_is_a_note(tmp_path: Path) -> None:

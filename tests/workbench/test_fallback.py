@@ -70,11 +70,10 @@ Get = Callable[[str], Path]
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
     """Tiny checkpoints of architectures that no family here knows."""
     home = tmp_path_factory.mktemp("foreign")
-    for name, config in FOREIGN.items():
-        TINY[name] = Tiny(config, 20, picture_tokens=PICTURES.get(name, 0))
-    yield lambda name: build(name, home)
-    for name in FOREIGN:
-        del TINY[name]
+    with pytest.MonkeyPatch.context() as patch:  # a name may be that of a family by now
+        for name, config in FOREIGN.items():
+            patch.setitem(TINY, name, Tiny(config, 20, picture_tokens=PICTURES.get(name, 0)))
+        yield lambda name: build(name, home)
 
 
 @pytest.fixture(autouse=True)
