@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Array = NDArray[np.uint8] | NDArray[np.float32]
-Value = TypeVar("Value", bound=np.generic)
+Array: TypeAlias = "NDArray[np.uint8] | NDArray[np.float32]"
+Value = TypeVar("Value", bound="np.generic")
 
 
 def resized_shape(height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
@@ -48,6 +49,7 @@ def _within(height: int, width: int, edge: int, longest: int) -> tuple[int, int]
 
 def resize(image_CHW: NDArray[np.uint8], shape: tuple[int, int], resample: int) -> NDArray[np.uint8]:
     """Pillow's resize of an 8-bit picture to `shape` (height, width) with a filter of `PIL.Image.Resampling`."""
+    import numpy as np
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(image_CHW.transpose(1, 2, 0)))
@@ -71,6 +73,8 @@ def resize_as_torchvision(image_CHW: NDArray[np.uint8], shape: tuple[int, int], 
 
 def center_crop(image_CHW: NDArray[Value], shape: tuple[int, int]) -> NDArray[Value]:
     """The middle of a picture, in a frame of zeros where it is smaller than `shape` (height, width)."""
+    import numpy as np
+
     (height, width), (crop_height, crop_width) = image_CHW.shape[-2:], shape
     top, left = (height - crop_height) // 2, (width - crop_width) // 2
     if top < 0 or left < 0:
@@ -84,11 +88,15 @@ def center_crop(image_CHW: NDArray[Value], shape: tuple[int, int]) -> NDArray[Va
 
 def rescale(image_CHW: Array, factor: float) -> NDArray[np.float32]:
     """Values times a factor, multiplied in float64 and rounded to float32."""
+    import numpy as np
+
     return (image_CHW.astype(np.float64) * factor).astype(np.float32)
 
 
 def normalize(image_CHW: Array, mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float32]:
     """Values less the mean of their channel, divided by its deviation, in float32."""
+    import numpy as np
+
     image = image_CHW.astype(np.float32)
     mean_C, std_C = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
     return ((image.T - mean_C) / std_C).T
@@ -96,6 +104,8 @@ def normalize(image_CHW: Array, mean: Sequence[float], std: Sequence[float]) -> 
 
 def pad_to_square(image_CHW: NDArray[np.uint8], background: Sequence[int]) -> NDArray[np.uint8]:
     """The picture in the middle of a square of its longer edge, on a colour."""
+    import numpy as np
+
     channels, height, width = image_CHW.shape
     if height == width:
         return image_CHW
@@ -109,6 +119,8 @@ def pad_to_square(image_CHW: NDArray[np.uint8], background: Sequence[int]) -> ND
 
 def pad_to(image_CHW: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     """The picture at the upper left of a frame of zeros of `shape` (height, width), which must not be smaller."""
+    import numpy as np
+
     height, width = image_CHW.shape[-2:]
     frame = np.zeros((image_CHW.shape[0], *shape), dtype=image_CHW.dtype)
     frame[:, :height, :width] = image_CHW

@@ -101,6 +101,15 @@ def test_planning_loads_no_heavy_library(module: str) -> None:
     assert not run.stdout.split(), f"importing {module} loads {run.stdout.strip()}"
 
 
+@pytest.mark.parametrize("module", ["firstlight.engine.inputs.image_constants", "firstlight.workbench.scan"])
+def test_constants_of_pictures_are_read_without_numpy(module: str) -> None:
+    """Only pictures need it; loading it takes as long as a scan does otherwise."""
+    code = f"import sys, {module}; print(*(set(sys.modules) & {{'numpy', 'PIL', 'jinja2'}}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert not run.stdout.split(), f"importing {module} loads {run.stdout.strip()}"
+
+
 def test_the_walk_sees_every_kind_of_import(tmp_path: Path) -> None:
     """The rules above hold nothing if the walk overlooks an import."""
     file = tmp_path / "sample.py"

@@ -10,9 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from firstlight.engine.inputs.image_kinds.kind import (
     HEIGHT_WIDTH,
     SHORTEST,
@@ -27,12 +24,17 @@ from firstlight.engine.inputs.image_kinds.single import CLIP, one
 from firstlight.engine.model.spec.anyres import best_resolution
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
 
 def anyres(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [pictures, N, C, H, W], zeros for tiles a picture lacks, and `image_sizes` (height, width)."""
+    import numpy as np
+
     tiles = [stacked(constants, [one(constants, p, tile) for tile in _tiles(constants, p)]) for p in pictures]
     if constants["do_pad"]:
         most = max(len(tile_NCHW) for tile_NCHW in tiles)
@@ -42,6 +44,8 @@ def anyres(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
 
 
 def _tiles(constants: ImageConstants, picture: Picture) -> Iterator[NDArray[np.uint8]]:
+    import numpy as np
+
     image = pixels_of(picture)
     height, width = image.shape[1:]
     best = best_resolution(height, width, constants["image_grid_pinpoints"])

@@ -10,9 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from firstlight.engine.inputs import image_steps as steps
 from firstlight.engine.inputs.image_kinds.kind import (
     BILINEAR,
@@ -28,12 +25,17 @@ from firstlight.engine.inputs.image_kinds.kind import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
 
 def pan_and_scan(constants: ImageConstants, image_CHW: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
     """Crops along the longer side of a picture that is long enough; none otherwise."""
+    import numpy as np
+
     least, most = constants["pan_and_scan_min_crop_size"], constants["pan_and_scan_max_num_crops"]
     height, width = image_CHW.shape[1:]
     long, short = max(height, width), min(height, width)
@@ -49,6 +51,8 @@ def pan_and_scan(constants: ImageConstants, image_CHW: NDArray[np.uint8]) -> lis
 
 def crops(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [pictures and their crops, C, H, W] and `num_crops` [pictures]."""
+    import numpy as np
+
     arrays, counts = [], []
     for picture in pictures:
         image = pixels_of(picture)

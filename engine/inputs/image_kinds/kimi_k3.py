@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.inputs import image_steps as steps
@@ -25,6 +22,9 @@ from firstlight.engine.inputs.image_kinds.kind import (
 from firstlight.engine.inputs.image_kinds.patches import media, navit_shape, row_order, to_blocks
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
@@ -34,6 +34,8 @@ FILL_STAGES = ("before_resize", "after_resize")
 
 def on_board(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [P, C, Y, X], float32, and `grid_thws` [pictures, 3]."""
+    import numpy as np
+
     patches, grids = [], []
     for picture in pictures:
         image_HWC = _scaled(constants, picture)
@@ -47,6 +49,7 @@ def on_board(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
 
 def _scaled(constants: ImageConstants, picture: Picture) -> NDArray[np.uint8]:
     """The picture at its new size, opaque, [height, width, 3]."""
+    import numpy as np
     from PIL import Image
 
     image, bicubic = picture.rgba or picture.image, Image.Resampling.BICUBIC
@@ -60,6 +63,8 @@ def _scaled(constants: ImageConstants, picture: Picture) -> NDArray[np.uint8]:
 
 def _opaque(constants: ImageConstants, image: Any) -> NDArray[np.uint8]:
     """What is transparent composited on the background, cut off to whole numbers; without one, alpha is dropped."""
+    import numpy as np
+
     background = constants.values.get("background")
     if image.mode != "RGBA" or background is None:
         return np.asarray(image.convert("RGB"))
@@ -71,6 +76,8 @@ def _opaque(constants: ImageConstants, image: Any) -> NDArray[np.uint8]:
 
 def _board(background: Mapping[str, Any], height: int, width: int) -> NDArray[np.uint8]:
     """One colour, or a chessboard of squares."""
+    import numpy as np
+
     if background["pattern"] in PLAIN:
         return np.full((height, width, 3), PLAIN[background["pattern"]], np.uint8)
     y, x = np.ogrid[:height, :width]
@@ -82,6 +89,8 @@ def _board(background: Mapping[str, Any], height: int, width: int) -> NDArray[np
 
 def _normalized(constants: ImageConstants, image_CHW: steps.Array) -> NDArray[np.float32]:
     """(x / 255 - mean) / std with the vendor's roundings: each step in float64, kept in float32."""
+    import numpy as np
+
     mean_C, std_C = (np.array(constants[key], np.float64)[:, None, None] for key in ("image_mean", "image_std"))
     value_CHW = image_CHW.astype(np.float32) / np.float32(255)
     value_CHW = (value_CHW - mean_C).astype(np.float32)

@@ -6,17 +6,18 @@ Legend: C channels, H height, W width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.inputs import image_steps as steps
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
@@ -40,8 +41,8 @@ LONGEST = frozenset({"longest_edge"})
 SHORTEST_LONGEST = frozenset({"shortest_edge", "longest_edge"})
 WITHIN = frozenset({"max_height", "max_width"})
 
-Tensors = Mapping[str, NDArray[np.generic]]
-Steps = Callable[["ImageConstants", "Sequence[Picture]"], Tensors]
+Tensors: TypeAlias = "Mapping[str, NDArray[np.generic]]"  # in words: numpy is loaded for pictures, not for constants
+Steps: TypeAlias = "Callable[[ImageConstants, Sequence[Picture]], Tensors]"
 Renamed = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[tuple[str, Any, str]]]
 
 
@@ -70,6 +71,8 @@ class ImageKind(msgspec.Struct, frozen=True, kw_only=True):
 
 def pixels_of(picture: Picture) -> NDArray[np.uint8]:
     """A picture as an array [C, H, W]."""
+    import numpy as np
+
     return np.asarray(picture.image).transpose(2, 0, 1)
 
 
@@ -93,6 +96,8 @@ def finished(constants: ImageConstants, image_CHW: steps.Array) -> steps.Array:
 
 def finished_at_once(constants: ImageConstants, image_CHW: steps.Array) -> steps.Array:
     """The same where the class has no steps but torchvision's: mean and deviation are scaled instead of the picture."""
+    import numpy as np
+
     if not (constants["do_rescale"] and constants["do_normalize"]):
         return finished(constants, image_CHW)
     factor = np.float32(1.0 / constants["rescale_factor"])
@@ -150,6 +155,8 @@ def refuse(picture: Picture, message: str, expected: str, found: str) -> NoRetur
 
 def stacked(constants: ImageConstants, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Arrays of one size as one tensor; refused (bad-image) where they differ."""
+    import numpy as np
+
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1:
         raise Refused(

@@ -12,9 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from firstlight.engine.inputs import image_steps as steps
 from firstlight.engine.inputs.image_kinds.kind import (
     BICUBIC,
@@ -36,6 +33,9 @@ from firstlight.engine.inputs.image_kinds.kind import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
@@ -77,6 +77,8 @@ def merged_patches(
     """`pixel_values` [P, C T Y X], patches to be merged side by side, and `image_grid_thw` [pictures, 3]."""
 
     def run(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
+        import numpy as np
+
         patches, grids = [], []
         for picture in pictures:
             image = pixels_of(picture)
@@ -93,6 +95,8 @@ def merged_patches(
 
 
 def _merge_order(constants: ImageConstants, image_CHW: steps.Array) -> tuple[NDArray[np.float32], tuple[int, int]]:
+    import numpy as np
+
     size, merge, frames = constants["patch_size"], constants["merge_size"], constants["temporal_patch_size"]
     channels, height, width = image_CHW.shape
     grid = height // size, width // size
@@ -117,6 +121,8 @@ def _check_multiple(constants: ImageConstants, picture: Picture, shape: tuple[in
 
 def navit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [P, C, Y, X] in rows of the picture, and `image_grid_thw`: only scaled down, padded to blocks."""
+    import numpy as np
+
     patches, grids = [], []
     for picture in pictures:
         image = pixels_of(picture)
@@ -142,6 +148,8 @@ def navit_shape(constants: ImageConstants, height: int, width: int) -> tuple[int
 
 def moonvit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [P, C, Y, X] and `image_grid_hws` [pictures, 2]: at most `in_token_limit` patches a picture."""
+    import numpy as np
+
     size, limit = constants["patch_size"], constants["in_token_limit"]
     patches, grids = [], []
     for picture in pictures:
@@ -177,6 +185,8 @@ def to_blocks(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
 
 def row_order(image_CHW: steps.Array, size: int) -> tuple[NDArray[np.float32], tuple[int, int]]:
     """Patches [P, C, Y, X] row by row, and how many there are (down, across)."""
+    import numpy as np
+
     channels, height, width = image_CHW.shape
     grid = height // size, width // size
     blocks = image_CHW.astype(np.float32).reshape(channels, grid[0], size, grid[1], size)

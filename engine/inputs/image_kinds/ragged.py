@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from firstlight.engine.inputs import image_steps as steps
 from firstlight.engine.inputs.image_kinds.kind import (
     BICUBIC,
@@ -46,6 +44,8 @@ def whole_patches(constants: ImageConstants, height: int, width: int) -> tuple[i
 
 def ragged(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [pictures, C, H, W], zeros beyond each picture's own `image_sizes` (height, width)."""
+    import numpy as np
+
     arrays = []
     for picture in pictures:
         image = pixels_of(picture)

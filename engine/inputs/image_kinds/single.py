@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from firstlight.engine.inputs import image_steps as steps
 from firstlight.engine.inputs.image_kinds.kind import (
     BICUBIC,
@@ -29,6 +27,8 @@ from firstlight.engine.inputs.image_kinds.kind import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 

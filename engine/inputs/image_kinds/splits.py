@@ -10,9 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from firstlight.engine.inputs import image_steps as steps
 from firstlight.engine.inputs.image_kinds.kind import (
     COMMON,
@@ -30,6 +27,9 @@ from firstlight.engine.inputs.image_kinds.kind import (
 from firstlight.engine.inputs.image_kinds.tiles import cut
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
@@ -66,6 +66,8 @@ def whole_tiles(height: int, width: int, edge: int) -> tuple[int, int]:
 
 def splits(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [1, N, C, H, W], `pixel_attention_mask` [1, N, H, W] int64, `rows` and `cols` [1, pictures]."""
+    import numpy as np
+
     arrays: list[steps.Array] = []
     grids = []
     for picture in pictures:

@@ -10,9 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from firstlight.engine.inputs import image_steps as steps
 from firstlight.engine.inputs.image_kinds.kind import (
     BICUBIC,
@@ -31,9 +28,11 @@ from firstlight.engine.inputs.image_kinds.kind import (
     resized,
     stacked,
 )
-from firstlight.engine.weights.safetensors_file import bfloat16
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from firstlight.engine.inputs.image_constants import ImageConstants
     from firstlight.engine.inputs.pictures import Picture
 
@@ -55,6 +54,8 @@ def closest_grid(height: int, width: int, tile: tuple[int, int], least: int, mos
 
 def stretched(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [N, C, H, W], each stretched over its tiles and then whole, and `num_patches` [pictures]."""
+    import numpy as np
+
     arrays, counts = [], []
     for picture in pictures:
         image, tile = pixels_of(picture), height_width(constants)
@@ -94,6 +95,8 @@ def best_canvas(height: int, width: int, edge: int, most: int, largest: bool) ->
 
     `largest` takes the greatest enlargement instead. Of equal scales the smallest area. Scales are float32, as there.
     """
+    import numpy as np
+
     grids = canvases(most)
     sides_N2 = np.array(grids, dtype=np.float32) * np.float32(edge)
     scales_N = np.minimum(sides_N2[:, 0] / np.float32(height), sides_N2[:, 1] / np.float32(width))
@@ -108,6 +111,8 @@ def best_canvas(height: int, width: int, edge: int, most: int, largest: bool) ->
 def padded(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     """`pixel_values` [N, C, H, W] in bfloat16's values, each picture in the corner of a canvas of tiles and, where that
     has several, then whole; `aspect_ratios` [pictures, 2]: rows and columns."""
+    import numpy as np
+
     edge = constants["size"]["height"]
     arrays, grids = [], []
     for picture in pictures:
@@ -141,6 +146,10 @@ def _within(height: int, width: int, frame: tuple[int, int], enlarged: int | Non
 
 def _in_bfloat16(constants: ImageConstants, image_CHW: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Rescaled and normalized with every result rounded to bfloat16, as the class does."""
+    import numpy as np
+
+    from firstlight.engine.weights.safetensors_file import bfloat16
+
     image = image_CHW.astype(np.float32)
     if not (constants["do_rescale"] and constants["do_normalize"]):
         return finished(constants, image_CHW).astype(np.float32)
