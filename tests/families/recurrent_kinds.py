@@ -320,7 +320,7 @@ TINY: dict[str, Tiny] = {
 MESHES: dict[str, tuple[str, ...]] = {
     "kimi_linear": ("tp2", "pp2 ep2"),
     "qwen3_next": ("tp2", "pp2 ep2"),
-    "qwen3_5": ("tp2",),
+    "qwen3_5": ("tp2", "pp2"),
     "qwen3_5_moe": ("tp2 ep2",),
     "mamba2": ("tp2",),
     "bamba": ("tp2", "pp2"),

@@ -29,7 +29,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "qwen3": ("tp4", "pp2"),
     "qwen3_moe": ("tp2", "ep2", "ep4", "tp2 ep2", "pp2 ep2", "tp2 pp2"),
     "qwen3_moe-bf16": ("tp2 ep2",),
-    "mixtral": ("tp2", "ep2", "tp2 ep2"),
+    "mixtral": ("tp2", "ep2 pp2", "tp2 ep2"),
     "deepseek_v3": ("tp2", "tp4", "ep2", "pp2 ep2", "tp2 ep2"),
     "deepseek_v3-full-q": ("tp2 pp2",),
     "gemma2": ("tp2", "tp2 pp2"),
