@@ -6,7 +6,7 @@ disagreement that changes prompts, pictures or where an answer ends is named her
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -366,5 +366,5 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(id_ for id_ in values if isinstance(id_, int) and not isinstance(id_, bool))
 
 
-def _listed(ids: frozenset[int]) -> str:
+def _listed(ids: Set[int]) -> str:
     return ", ".join(f"{id_:,}" for id_ in sorted(ids)[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
