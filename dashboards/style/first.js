@@ -17,15 +17,46 @@
     coming = coming || new Promise(function (resolve, reject) {
       const script = document.createElement("script");
       script.src = address.href;
-      script.onload = () => resolve(window.Plotly);
+      script.onload = () => resolve(window.Plotly.itself);
       script.onerror = () => { coming = null; reject(new Error("plotly did not load")); };
       document.head.appendChild(script);
     });
     return coming;
   }
+
+  // Calls on one element follow each other, and none outlives it: plotly throws where an element is purged in the midst
+  // of a drawing or redrawn without one. An element that is drawn first stands outside the document: that says nothing.
+  const last = new WeakMap(), purges = new WeakMap();
+  const purged = (element) => purges.get(element) || 0;
+  const forever = () => new Promise(() => {});  // whoever waits to go on with a figure that is gone does not
+  const REDRAWS = ["react", "relayout", "restyle", "addFrames", "deleteFrames", "resize", "purge"];
+  const SETTLED = ["relayout", "restyle", "resize", "purge"];  // without a figure they are done, not undone
+
+  function call(name, element, ...given) {
+    if (name === "purge") purges.set(element, purged(element) + 1);
+    const then = purged(element);
+    const dropped = () => SETTLED.includes(name) ? element : forever();
+    const turn = (last.get(element) || Promise.resolve()).then(async function () {
+      if (purged(element) !== then || REDRAWS.includes(name) && !element._fullLayout) return null;
+      const real = await plotly();
+      if (name === "purge") await new Promise((go) => setTimeout(go));  // who waited for the drawing has gone on
+      else if (purged(element) !== then) return null;
+      const made = await (name === "resize" ? real.Plots : real)[name](element, ...given);
+      return purged(element) === then ? { made } : null;
+    });
+    last.set(element, turn.catch(() => null));
+    return turn.then((done) => done ? done.made : dropped());
+  }
+
   if (address) {
-    window.Plotly = {};
-    for (const name of ["newPlot", "react", "relayout", "restyle", "addFrames", "deleteFrames", "purge"])
-      window.Plotly[name] = (...given) => plotly().then((real) => real[name](...given));
+    const ordered = (name) => [name, (...given) => call(name, ...given)];
+    const resize = ordered("resize")[1];
+    const names = ["newPlot", "react", "relayout", "restyle", "addFrames", "deleteFrames", "purge"];
+    const standIn = Object.assign(Object.fromEntries(names.map(ordered)), { Plots: { resize } });
+    let real = standIn;
+    Object.defineProperty(window, "Plotly", {
+      get: () => real,
+      set(given) { real = { ...given, ...standIn, Plots: { ...given.Plots, resize }, itself: given }; },
+    });
   }
 })();
