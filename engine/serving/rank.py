@@ -29,6 +29,7 @@ from firstlight.engine.serving.worker import Worker, follow
 
 STORE_TIMEOUT = timedelta(seconds=60)
 MEET_TIMEOUT = timedelta(hours=3)
+FIRST_LOOKS_S = 0.1  # how often rank 0 looks for the others until it has seen each of them
 
 
 def run_rank(order: Order, index: int, line: Line) -> int:
@@ -72,6 +73,7 @@ class RankProcess:
         self._run_dir = run_dir
         self.desk = Desk(self.pulse, host) if place.rank == 0 else None
         self._verdict, self._over = threading.Event(), threading.Event()
+        self._all_seen = threading.Event()  # each rank has said at least once where it is
         self._heard_s = time.monotonic()
         if line is not None:
             line.listen(self._take, lambda: os._exit(1))
@@ -123,6 +125,7 @@ class RankProcess:
 
     def _serve(self, desk: Desk, engine: Engine) -> None:
         desk.engine = engine
+        self._all_seen.wait(self.host.deadline_s)  # whoever is told that it is ready is told of every rank
         engine.get_ready(self.engine.warm_up)
         self._say(Note(status="ready"))
         board = open_board(self._run_dir)
@@ -152,7 +155,9 @@ class RankProcess:
                     return
                 self._heard_s = time.monotonic()
                 desk.beats = tuple(beat for _, beat in sorted(watch.beats.items()))
-                time.sleep(self.host.beat_period_s)
+                if len(desk.beats) == self.place.world_size:
+                    self._all_seen.set()
+                time.sleep(self.host.beat_period_s if self._all_seen.is_set() else FIRST_LOOKS_S)
 
         def judge() -> None:
             """Without a supervisor: find who is lost. An answer of the store that never comes holds up `look` alone."""

@@ -96,6 +96,13 @@ def test_rank_0_stopped_is_found_by_the_supervisor(pair: Host) -> None:
     assert failure.rank == 0
 
 
+def test_whoever_is_told_that_it_is_ready_is_told_of_every_rank(checkpoint: Get, tmp_path: Path) -> None:
+    seldom = HostOptions(deadline_s=60.0, beat_period_s=30.0)  # no rank is seen a second time
+    with Host.start(checkpoint("llama"), Mesh(tp=2), run_dir=tmp_path / "run", http=seldom, threads=2) as host:
+        client = host.wait_ready(READY_S)
+        assert [beat.rank for beat in client.health().ranks] == [0, 1]
+
+
 OWNER = """
 import os, signal, sys
 from firstlight.engine.parallel.mesh import Mesh
