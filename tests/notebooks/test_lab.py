@@ -71,7 +71,13 @@ class Lab:
         nbformat.write(notebook, self.folder / name)
         self.page.goto(f"{self._url}/lab/tree/{name}?token={self._token}&reset")
         self.page.locator(".jp-NotebookPanel:visible .jp-Cell").first.wait_for()
-        wait_until(lambda: self.kernels() and all(one["execution_state"] == "idle" for one in self.kernels()), 90)
+        wait_until(lambda: self._is_idle(name), 90)
+        self.page.locator(".jp-NotebookPanel:visible .jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
+
+    def _is_idle(self, name: str) -> bool:
+        """Whether the notebook has a kernel that waits for work; another notebook's may have been idle for long."""
+        sessions = httpx.get(f"{self._url}/api/sessions?token={self._token}").json()
+        return [one["kernel"]["execution_state"] for one in sessions if one["path"] == name] == ["idle"]
 
     def run(self, cell: int) -> Any:
         """Runs one cell; the place of its output. Does not wait."""
