@@ -96,13 +96,6 @@ def test_rank_0_stopped_is_found_by_the_supervisor(pair: Host) -> None:
     assert failure.rank == 0
 
 
-def test_whoever_is_told_that_it_is_ready_is_told_of_every_rank(checkpoint: Get, tmp_path: Path) -> None:
-    seldom = HostOptions(deadline_s=60.0, beat_period_s=30.0)  # no rank is seen a second time
-    with Host.start(checkpoint("llama"), Mesh(tp=2), run_dir=tmp_path / "run", http=seldom, threads=2) as host:
-        client = host.wait_ready(READY_S)
-        assert [beat.rank for beat in client.health().ranks] == [0, 1]
-
-
 OWNER = """
 import os, signal, sys
 from firstlight.engine.parallel.mesh import Mesh
@@ -287,11 +280,11 @@ raise SystemExit(serve_launched(options, HostOptions(deadline_s=2.0, beat_period
 """
 
 
-def launched(port: int, *paths: Path) -> list[subprocess.Popen[str]]:
+def launched(port: int, *paths: Path, script: str = LAUNCHED) -> list[subprocess.Popen[str]]:
     """Two ranks with the environment that a launcher gives them, and no supervisor; of two hosts, if paths differ."""
     return [
         subprocess.Popen(
-            [sys.executable, "-c", LAUNCHED, str(paths[rank])],
+            [sys.executable, "-c", script, str(paths[rank])],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -334,6 +327,29 @@ def test_hosts_with_different_copies_of_a_checkpoint_are_refused(checkpoint: Get
     ranks[0].stderr.close()
     assert f"the checkpoint on host {socket.gethostname()} (rank 1) is not the one that rank 0 has" in said
     assert "the bytes of the shards differ" in said
+
+
+def test_whoever_is_told_that_it_is_ready_is_told_of_every_rank(checkpoint: Get) -> None:
+    """Though rank 1 comes after rank 0 has looked for it, and the next look is far away."""
+    seldom = LAUNCHED.replace("deadline_s=2.0, beat_period_s=0.1", "deadline_s=90.0, beat_period_s=60.0")
+    ranks = launched(free_port(), *2 * [checkpoint("llama")], script=seldom)
+    try:
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert ranks[0].stderr is not None
+        url = next(line.strip() for line in ranks[0].stderr if line.startswith("http"))
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        with EngineClient(url) as client:
+            until_s = time.monotonic() + READY_S
+            while not (health := client.health()).is_ready:
+                assert time.monotonic() < until_s
+                time.sleep(0.02)
+        assert [beat.rank for beat in health.ranks] == [0, 1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        assert ranks[0].stderr is not None
+        ranks[0].stderr.close()
 
 
 def test_ranks_of_a_launcher_serve_watch_and_leave(checkpoint: Get) -> None:
