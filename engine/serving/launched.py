@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from firstlight.engine.parallel.cluster import Place, place_from_environment, us
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Failure, Store
+from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.rank import RankProcess
 from firstlight.engine.serving.stream import EngineFailed
@@ -34,6 +34,7 @@ from firstlight.engine.serving.supervisor import die_with_parent
 
 POLL_S = 0.05
 LAST_WORDS_S = 10.0  # that rank 0 waits for the others to leave, where the store is its own
+LAST_WORDS_OF_A_FAILED_S = 2.0  # ... where one of them may be lost
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +65,17 @@ def leading(place: Place) -> Iterator[None]:
     try:
         yield
     finally:
-        _give(store, Order())
-        if kept is not None:
-            _await_others(store, place)
+        _dismiss(store, place, LAST_WORDS_S)
         deaf.set()
+        del kept
 
 
-def _await_others(store: Store, place: Place) -> None:
-    until_s = time.monotonic() + LAST_WORDS_S
+def _dismiss(store: PrefixStore, place: Place, within_s: float) -> None:
+    """Tell the others to leave, and where the store goes with this process, wait until they have heard it."""
+    _give(store, Order())
+    if not place.keeps_store:
+        return
+    until_s = time.monotonic() + within_s
     keys = [f"gone/{rank}" for rank in range(1, place.world_size)]
     while time.monotonic() < until_s and not store.check(keys):
         time.sleep(POLL_S)
@@ -260,6 +264,8 @@ def serve_launched(engine: EngineOptions, host: HostOptions) -> int | None:
                 time.sleep(POLL_S)
             if health.failure is not None:
                 time.sleep(host.linger_s)
+                with suppress(RuntimeError):  # the launcher that held the store may have gone
+                    _dismiss(_connect(place), place, LAST_WORDS_OF_A_FAILED_S)
                 os._exit(1)  # a thread of ours may wait for one that will not come
             return 0
         except (Refused, RankFailure):
