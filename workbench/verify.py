@@ -31,7 +31,7 @@ from firstlight.workbench.picture_marks import as_made
 from firstlight.workbench.position_marks import as_counted
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
-from firstlight.workbench.rounding_marks import as_computed, as_stored, on_rounded_tables, rounded_tables
+from firstlight.workbench.rounding_marks import as_stored, on_narrow_reference, on_rounded_tables, rounded_tables
 from firstlight.workbench.side_files import absent_side_files
 
 if TYPE_CHECKING:
@@ -104,9 +104,8 @@ def verify(
     options = _sized(options, cases)
     tables = rounded_tables(checkpoint)
     draft.find(on_rounded_tables(tables))
-    if golden is not None and limit is None:
-        cases = [as_computed(draft, case) for case in cases]
-        within = cases[0].limit
+    if golden is not None:
+        draft.find(finding for case in cases for finding in on_narrow_reference(case))
     draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
     with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
         draft.find(running.info().findings)

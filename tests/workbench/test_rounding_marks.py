@@ -1,4 +1,4 @@
-"""Golden files of references that rounded: held within that rounding, said, and a fault still fails."""
+"""Golden files of references that rounded: it is said, and a fault still fails."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,16 +55,14 @@ def spoilt(home: Path, name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_a_reference_in_bfloat16_is_seen_and_held_within_it(
+def test_a_reference_in_bfloat16_is_named_and_the_limit_stays(
     made: Callable[[str, str], tuple[Path, Path]], name: str
 ) -> None:
     home, golden = made(name, "bfloat16")
     report, codes = verified(home, golden)
-    assert report.status == "passed"
+    assert report.status == "failed", "float32 is not held to rounded numbers by another limit than was asked for"
     assert any("computed in BF16" in message for message in codes["bad-golden"])
-    assert report.metrics["relative_max_abs_limit"].value == 0.125
-    spoilt(home, "model.layers.0.mlp.down_proj.weight", 2.0)
-    assert verified(home, golden)[0].status == "failed"
+    assert report.metrics["relative_max_abs_limit"].value == 1e-3
 
 
 def test_a_reference_in_float32_is_not_taken_for_another(made: Callable[[str, str], tuple[Path, Path]]) -> None:
