@@ -35,6 +35,7 @@ from firstlight.engine.serving.request import (
     Request,
     SamplingParams,
     TokenLogprob,
+    Usage,
 )
 from firstlight.engine.serving.scheduler import Scheduler, Step
 from firstlight.engine.serving.sight import Sight
@@ -141,7 +142,7 @@ class Engine:
         if request.params.seed is None:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
-        stream = Stream(request, self.frontend.detokenizer(request) if with_text else None, listener)
+        stream = Stream(request, self.frontend.detokenizer(request) if with_text else None, listener, self._count)
 
         def add() -> None:
             self._streams[request.number] = stream
@@ -159,7 +160,6 @@ class Engine:
             if self.scheduler.finish(stream.request.number):
                 self._streams.pop(stream.request.number, None)
                 stream.end("abort")
-                self._count(stream, "abort")
 
         self._tell(drop)
 
@@ -368,17 +368,14 @@ class Engine:
                 self.scheduler.finish(step.number)
                 stream.end("error", "the logits are not finite: the weights or an operator are at fault")
                 del self._streams[step.number]
-                self._count(stream, "error")
                 continue
             finish = stream.push(step.token, _logprob_of(sampled[step.number]), step.finish)
             if finish is not None:
                 self.scheduler.finish(step.number)
                 del self._streams[step.number]
-                self._count(stream, finish)
 
-    def _count(self, stream: Stream, finish: FinishReason) -> None:
-        request = stream.request
-        self._counters.ended(finish, request.number, stream.usage(), len(request.image_spans))
+    def _count(self, request: Request, finish: FinishReason, usage: Usage) -> None:
+        self._counters.ended(finish, request.number, usage, len(request.image_spans))
 
     def _take_in(self) -> None:
         while self._inbox:

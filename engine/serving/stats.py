@@ -6,6 +6,7 @@ and collectives of rank 0, with the number of the step, so that what hardware sh
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 
@@ -69,7 +70,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters:
-    """The counting itself; one thread (the engine's) counts, any thread may read."""
+    """The counting itself: steps by one thread (the engine's), ends by any; any thread may read."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -79,6 +80,7 @@ class Counters:
         self.last_step_ms = 0.0
         self.requests: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._ended: deque[Ended] = deque(maxlen=KEPT_REQUESTS)
+        self._ending = threading.Lock()
 
     def stepped(self, plan: StepPlan, seconds: float, generated: int) -> None:
         """A step was computed."""
@@ -92,11 +94,12 @@ class Counters:
 
     def ended(self, reason: FinishReason, number: int, usage: Usage, pictures: int) -> None:
         """A request is over. It is kept before it is counted: who has seen the count finds the request."""
-        order = sum(self.requests.values()) + 1
-        self._ended.append(
-            Ended(number=number, order=order, ended_s=time.time(), finish=reason, usage=usage, pictures=pictures)
-        )
-        self.requests[reason] = self.requests.get(reason, 0) + 1
+        with self._ending:
+            order = sum(self.requests.values()) + 1
+            self._ended.append(
+                Ended(number=number, order=order, ended_s=time.time(), finish=reason, usage=usage, pictures=pictures)
+            )
+            self.requests[reason] = self.requests.get(reason, 0) + 1
 
     def forget_ended(self) -> None:
         """What has ended so far was nobody's: the start's own requests."""

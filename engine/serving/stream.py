@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from firstlight.engine.inputs.detokenizer import Detokenizer
 
 Listener = Callable[[Delta], None]
+Ending = Callable[[Request, FinishReason, Usage], None]
 
 
 class EngineFailed(FirstlightError):
@@ -26,12 +27,22 @@ class EngineFailed(FirstlightError):
 
 
 class Stream:
-    """Deltas of one request. The engine's thread pushes; any one thread reads, or a `listener` gets each delta."""
+    """Deltas of one request. The engine's thread pushes; any one thread reads, or a `listener` gets each delta.
 
-    def __init__(self, request: Request, detokenizer: Detokenizer | None, listener: Listener | None = None) -> None:
+    `ending` is called once, before the last delta is given: who has the whole answer finds it counted.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        detokenizer: Detokenizer | None,
+        listener: Listener | None = None,
+        ending: Ending | None = None,
+    ) -> None:
         self.request = request
         self._detokenizer = detokenizer
         self._listener = listener
+        self._ending = ending
         self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self._count = 0
         self._first_s: float | None = None
@@ -83,10 +94,12 @@ class Stream:
         if finish is not None:
             self.is_over = True
             self._ended_s = time.perf_counter()
-            seed = self.request.params.seed
+            usage, seed = self.usage(), self.request.params.seed
             delta = Delta(
-                text=text, tokens=tokens, logprobs=logprobs, finish=finish, error=error, usage=self.usage(), seed=seed
+                text=text, tokens=tokens, logprobs=logprobs, finish=finish, error=error, usage=usage, seed=seed
             )
+            if self._ending is not None:
+                self._ending(self.request, finish, usage)
         if self._listener is not None:
             self._listener(delta)
         else:

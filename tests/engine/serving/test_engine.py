@@ -10,7 +10,7 @@ import torch
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.serving.request import Completion, SamplingParams
+from firstlight.engine.serving.request import Completion, Delta, SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, completion_of
 from tests.checkpoints import inputs, quiet
@@ -135,6 +135,20 @@ def test_closing_the_iterator_frees_the_pages(engine: Engine) -> None:
     assert engine.scheduler.free_pages < engine.scheduler.limits.num_pages
     answer.close()  # type: ignore[attr-defined]
     assert engine.scheduler.free_pages == engine.scheduler.limits.num_pages
+
+
+def test_who_has_an_answer_finds_it_counted(engine: Engine) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def listener(delta: Delta) -> None:
+        if delta.finish is not None:
+            seen.append((sum(engine.stats().requests.values()), engine.ended(before)[-1].number))
+
+    before = sum(engine.stats().requests.values())
+    streams = [engine.submit(prompt, params=greedy(), listener=listener) for prompt in PROMPTS[:2]]
+    engine.drain()
+    engine.status = "ready"
+    assert seen == [(before + 1, streams[0].request.number), (before + 2, streams[1].request.number)]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
