@@ -12,7 +12,7 @@ def spec(config: Config) -> ModelSpec:
     config.only("partial_rotary_factor", 0.5, default=0.5)
     fields = config.get("rope_parameters") or {}
     rotated = size if "partial_rotary_factor" in {**fields, **config.raw} else size // 2
-    attention = gqa(config, rope=rope(config, rotated), qkv_bias=bias, output_bias=bias)
+    attention = gqa(config, rope=rope(config, rotated, partial=1.0), qkv_bias=bias, output_bias=bias)
     indices = set(config.get("attn_layer_indices", ()))
     count, kinds = config.size("num_hidden_layers"), layer_kinds(config, "linear_attention", "full_attention")
     full = {i for i, kind in enumerate(kinds) if kind == "full_attention"} if kinds else indices

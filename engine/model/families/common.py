@@ -45,16 +45,17 @@ def rope(
     dim: int,
     theta: float = 10000.0,
     interleaved: bool = False,
-    partial: float = 1.0,
+    partial: float | None = None,
     kind: str | None = None,
     read_elsewhere: tuple[str, ...] = (),
 ) -> Rope:
     """Rotary positions from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4).
 
     Where both name a base and disagree the newer key wins and the conflict is reported. `theta` and `partial` are the
-    defaults of the architecture when the file is silent. `partial_rotary_factor` is applied to `dim`. `kind` picks
-    the parameters of a kind of layers (`full_attention`) where the file has them by kind. `read_elsewhere` are keys
-    among the parameters that the family reads itself.
+    defaults of the architecture when the file is silent. `partial_rotary_factor` is applied to `dim`; `partial` None
+    says that the architecture's code never asks for it and rotates all of `dim`. `kind` picks the parameters of a kind
+    of layers (`full_attention`) where the file has them by kind. `read_elsewhere` are keys among the parameters that
+    the family reads itself.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     by_kind = kind is not None and isinstance(new.get(kind), Mapping)
@@ -70,7 +71,7 @@ def rope(
             next="verify at positions beyond 4,000, where a wrong base shows",
         )
     fields = {key: value for key, value in {**old, **new}.items() if key not in read_elsewhere}
-    partial = float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", partial)))
+    share = _rotated_share(config, fields, partial)
     value = next((float(v) for v in (named, old.get("rope_theta"), base) if v is not None), None)
     if value is None:
         config.warn(
@@ -90,11 +91,29 @@ def rope(
         config.refuse("max_position_embeddings", max_positions, "a positive whole number")
     return Rope(
         theta=value,
-        dim=dim if fields.get("rope_type") == "proportional" else int(dim * partial),
+        dim=dim if fields.get("rope_type") == "proportional" else int(dim * share),
         interleaved=interleaved,
         max_positions=max_positions,
         scaling=_rope_scaling(config, fields, max_positions),
     )
+
+
+def _rotated_share(config: Config, fields: Mapping[str, Any], partial: float | None) -> float:
+    """How much of a head rotates; code that never asks rotates all of it, which is said."""
+    key, kind = "partial_rotary_factor", fields.get("rope_type", fields.get("type")) or "default"
+    share = float(fields.get(key, config.get(key, 1.0 if partial is None else partial)))
+    if partial is not None or share == 1.0 or kind == "proportional":
+        return share
+    if kind not in ("default", "mrope"):
+        config.unsupported(key, share, f"1.0: with positions of type {kind} this architecture rotates whole heads")
+    config.warn(
+        "unread-config-key",
+        f"{config.where}: {key} = {share} is not read by this architecture's code; whole heads are rotated",
+        expected="1.0, or no such key",
+        found=str(share),
+        next="if the release's own code rotates a part of each head, it is another architecture: register a family",
+    )
+    return 1.0
 
 
 def _of_one_kind(config: Config, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,14 +144,16 @@ def silent_rope(config: Config, **fields: Any) -> None:
         )
 
 
-def rope_of_kind(config: Config, dim: int, kind: str, theta: float, local: float | None = None) -> Rope:
+def rope_of_kind(
+    config: Config, dim: int, kind: str, theta: float, local: float | None = None, partial: float | None = None
+) -> Rope:
     """Rotary positions where layers with windows have their own: unstretched, of base `rope_local_base_freq`.
 
     Newer files have parameters by kind. `theta` and `local` are the architecture's defaults; without `local` windows
     rotate by the base of the other layers.
     """
     if kind == "full_attention" or isinstance((config.get("rope_parameters") or {}).get(kind), Mapping):
-        return rope(config, dim, theta, kind=kind)
+        return rope(config, dim, theta, kind=kind, partial=partial)
     base = config.get("rope_local_base_freq", local or config.get("rope_theta", theta))
     return Rope(theta=config.positive("rope_local_base_freq", base), dim=dim)
 

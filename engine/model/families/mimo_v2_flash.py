@@ -53,7 +53,7 @@ def _attention(config: Config, kind: str) -> Attention:
     width, heads = int(config.get("v_head_dim", 128)), config.size("num_attention_heads")
     for key, value in (("swa_head_dim", size), ("swa_v_head_dim", width), ("swa_num_attention_heads", heads)):
         config.only(key, value, default=value)
-    positions = rope_of_kind(config, size, kind, 5000000.0, float(config.get("swa_rope_theta", 10000.0)))
+    positions = rope_of_kind(config, size, kind, 5000000.0, float(config.get("swa_rope_theta", 10000.0)), 1.0)
     if near and not (config.get("rope_parameters") or {}).get(WINDOW):
         rotated = int(size * float(config.get("partial_rotary_factor", 1.0)))
         positions = msgspec.structs.replace(positions, dim=rotated)

@@ -80,7 +80,7 @@ def spec(config: Config) -> ModelSpec:
     config.get("moe_intermediate_size"), config.get("num_mtp_modules"), config.get("num_nextn_predict_layers")
     config.assume(**{} if "rope_theta" in config or "rope_parameters" in config else {"rope_theta": 5000000.0})
     norm, size = msgspec.structs.replace(rms(config), offset=1.0), int(config.get("head_dim", 128))
-    positions, width = rope(config, size), config.get("rotary_dim")
+    positions, width = rope(config, size, partial=1.0), config.get("rotary_dim")
     if width is not None and width != positions.dim:
         config.warn(
             "conflicting-flag",

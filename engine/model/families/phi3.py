@@ -9,8 +9,10 @@ from firstlight.engine.model.families.common import (
     TRUNK,
     decoder,
     gqa,
+    head_dim,
     mlp,
     rms,
+    rope,
 )
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
@@ -22,7 +24,8 @@ def spec(config: Config) -> ModelSpec:
     config.only("full_attn_mod", 1, default=1)
     config.only("interpolate_factor", 1, default=1)
     config.get("original_max_position_embeddings")  # read with the rotary scaling, where there is one
-    attention = gqa(config, window=config.get("sliding_window"))
+    positions = rope(config, head_dim(config), partial=1.0)
+    attention = gqa(config, rope=positions, window=config.get("sliding_window"))
     feed_forward = mlp(config)
     return decoder(config, "phi3", lambda i: attention, lambda i: feed_forward, norm=rms(config, 1e-5))
 

@@ -39,9 +39,7 @@ def norm(config: Config) -> Norm:
 
 def positions(config: Config, dim: int) -> Rope:
     """A quarter of each head is rotated where the file does not say how much."""
-    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    silent = "partial_rotary_factor" not in config and "partial_rotary_factor" not in fields
-    return rope(config, dim // 4 if silent else dim)
+    return rope(config, dim, partial=0.25)
 
 
 def attention(config: Config) -> Attention:

@@ -156,23 +156,41 @@ class Families(Mapping[str, Family]):
 
     def _name(self, config: Config) -> None:
         """A configuration that names its architecture's class alone has the model type of it, which is told."""
-        names = config.get("architectures")
-        whole = _CLASS.fullmatch(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
-        if whole is None:
-            return
-        plain = {model_type.replace("_", ""): model_type for model_type in self}
-        name, kind = whole[1].replace("_", "").lower(), whole[2]
-        found = (plain.get(f"{name}text") if kind == "ForCausalLM" else None) or plain.get(name)
+        name, found = self._of_class(config)
         if found is None:
             return
         config.assume(model_type=found)
         config.warn(
             "config-invalid",
-            f"{config.where} names no model_type; its class {names[0]} is read as {found}",
+            f"{config.where} names no model_type; its class {name} is read as {found}",
             expected="model_type",
             found="absent",
             next="state model_type in config.json",
         )
+
+    def _of_class(self, config: Config) -> tuple[str, str | None]:
+        """The class that a configuration names, and the model type that a class of this name has, if one is known."""
+        names = config.get("architectures")
+        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+        whole = _CLASS.fullmatch(name)
+        if whole is None:
+            return name, None
+        plain = {model_type.replace("_", ""): model_type for model_type in self}
+        short, kind = whole[1].replace("_", "").lower(), whole[2]
+        return name, (plain.get(f"{short}text") if kind == "ForCausalLM" else None) or plain.get(short)
+
+    def _hold_class(self, family: Family, config: Config) -> None:
+        """Engines that go by the class, and those that go by the model type, must compute the same."""
+        name, other = self._of_class(config)
+        if other is not None and self[other].name != family.name and other not in family.model_types:
+            config.warn(
+                "conflicting-flag",
+                f"{config.where} calls itself {config.raw['model_type']} and its class {name}, which is {other}; "
+                "model_type decides",
+                expected=f"model_type = {other}, or a class of {config.raw['model_type']}",
+                found=f"architectures: {name}",
+                next="check both against the release: engines that go by the class compute another architecture",
+            )
 
     def fall_back(self, provider: Foreign | None) -> None:
         """What no family knows is asked of `provider` from now on; None: it is refused."""
@@ -194,6 +212,7 @@ class Families(Mapping[str, Family]):
         if (foreign := self._from_elsewhere(config.raw)) is not None:
             return foreign, Matcher(())
         family = self.of(config)
+        self._hold_class(family, config)
         spec = self._spec(family, config)
         rules = self._rules(family, config)
         findings = list(config.all_findings())

@@ -141,6 +141,28 @@ def test_rope_parameters_by_kind_of_layer_are_not_passed_over() -> None:
         described(rope_parameters={"full_attention": far, "sliding_attention": near})
 
 
+@pytest.mark.parametrize("where", ["rope_parameters", "beside"])
+def test_a_rotated_share_that_an_architecture_never_asks_for_is_said(where: str) -> None:
+    """The reference rotates whole heads of Llama whatever the key says; of GLM it rotates the share."""
+    inner, outer = {"rope_type": "default", "rope_theta": 500000.0}, dict[str, Any]()
+    (inner if where == "rope_parameters" else outer)["partial_rotary_factor"] = 0.5
+    whole = described(rope_parameters=inner, **outer)
+    mixer = whole.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.rope is not None
+    assert mixer.rope.dim == mixer.head_dim
+    (finding,) = whole.findings
+    assert finding.code == "unread-config-key"
+    assert "partial_rotary_factor = 0.5" in finding.message
+    scaled = {**inner, "rope_type": "linear", "factor": 2.0}
+    with pytest.raises(Refused, match="partial_rotary_factor"):
+        described(rope_parameters=scaled, **outer)
+    glm = FAMILIES.describe({**TINY["glm"].config, "rope_parameters": inner, **outer})[0].layers[0].mixer
+    assert isinstance(glm, Attention)
+    assert glm.rope is not None
+    assert glm.rope.dim == glm.head_dim // 2
+
+
 def test_a_base_that_nobody_states_is_not_silent() -> None:
     silent = described()
     assert theta(silent) == 10000.0
