@@ -263,6 +263,7 @@ def serve_launched(engine: EngineOptions, host: HostOptions) -> int | None:
             while (health := served.health()).status not in ("failed", "stopped"):
                 time.sleep(POLL_S)
             if health.failure is not None:
+                print(f"firstlight: {health.failure}", file=sys.stderr, flush=True)
                 time.sleep(host.linger_s)
                 with suppress(RuntimeError):  # the launcher that held the store may have gone
                     _dismiss(_connect(place), place, LAST_WORDS_OF_A_FAILED_S)

@@ -1,5 +1,6 @@
 """A live run, a dashboard over it in a process of its own, and a real browser."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from firstlight.workbench import Bringup
 from firstlight.workbench.infer import Question
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
@@ -21,13 +23,13 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of runs that the dashboard shows."""
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def live(runs: Path) -> Iterator[Bringup]:
     """A run of the sample model on two ranks that went up the ladder and whose engine answers."""
     with Bringup(MENAGERIE, run=runs / "live", tp=2, max_context=256, telemetry_hz=5.0) as bringup:
@@ -40,7 +42,7 @@ def live(runs: Path) -> Iterator[Bringup]:
         yield bringup
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def address(runs: Path, live: Bringup) -> Iterator[str]:
     """Where the dashboard listens."""
     yield from serve(str(runs), "--port", "0")
@@ -56,27 +58,60 @@ def serve(*arguments: str) -> Iterator[str]:
         yield line.split()[0]
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_S)
         assert process.stdout is not None
         process.stdout.close()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+class Chromium:
+    """A browser that is started when it is first wanted, and again if it has gone since."""
+
+    def __init__(self, play: Any) -> None:
+        self._play = play
+        self._started: Any = None
+
+    def get(self) -> Any:
+        if self._started is None or not self._started.is_connected():
+            self._started = self._play.chromium.launch(
+                executable_path=BROWSER, args=ARGUMENTS, timeout=1000 * PATIENCE_S
+            )
+        return self._started
+
+    def close(self) -> None:
+        if self._started is not None and self._started.is_connected():
+            self._started.close()
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Chromium]:
+    """For the time of a `with`; skips the test where there is none."""
     if not Path(BROWSER).exists():
         pytest.skip(f"there is no browser at {BROWSER}; on Debian: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=1000 * PATIENCE_S)
     with sync_playwright() as play:
-        started = play.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        yield started
-        started.close()
+        kept = Chromium(play)
+        yield kept
+        kept.close()
+
+
+@pytest.fixture(scope="package")
+def kept_browser() -> Iterator[Chromium]:
+    with chromium() as kept:
+        yield kept
+
+
+@pytest.fixture
+def browser(kept_browser: Chromium) -> Any:
+    return kept_browser.get()
 
 
 class Errors(list[str]):
     """What a page complained about."""
 
     def watch(self, page: Any) -> Any:
+        page.set_default_timeout(1000 * PATIENCE_S)
         page.on("pageerror", lambda error: self.append(str(error)))
         page.on("console", lambda message: self._complain(message) if message.type == "error" else None)
         return page

@@ -12,6 +12,7 @@ import pytest
 
 from firstlight.engine.serving.board import BOARD, SIZE_BYTES, Board, BoardReader, open_board
 from firstlight.engine.serving.stats import EngineStats, StepSample
+from tests.waiting import PATIENCE_S
 
 
 def stats(step: int, blocks: int = 0) -> EngineStats:
@@ -34,7 +35,9 @@ def stats(step: int, blocks: int = 0) -> EngineStats:
     )
 
 
-def test_what_was_shown_last_is_read_and_offers_are_taken_now_and_then(tmp_path: Path) -> None:
+def test_what_was_shown_last_is_read_and_offers_are_taken_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board, reader = Board(tmp_path / BOARD), BoardReader(tmp_path / BOARD)
     assert reader.read() is None, "nothing was shown yet"
     board.show(stats(7, blocks=5))
@@ -42,8 +45,9 @@ def test_what_was_shown_last_is_read_and_offers_are_taken_now_and_then(tmp_path:
     shown = reader.read()
     assert shown is not None
     assert (shown.step, len(shown.sample.layers_ms if shown.sample else ())) == (7, 5)
+    monkeypatch.setattr("firstlight.engine.serving.board.PERIOD_S", 3600.0)
     board.offer(lambda: pytest.fail("it was shown a moment ago"))
-    time.sleep(0.06)
+    monkeypatch.setattr("firstlight.engine.serving.board.PERIOD_S", 0.0)
     board.offer(lambda: stats(8))
     again = reader.read()
     assert again is not None
@@ -73,7 +77,7 @@ def test_a_reader_never_sees_half_of_one_and_half_of_another(tmp_path: Path) -> 
     thread.start()
     seen = 0
     began_s = time.monotonic()
-    while time.monotonic() < began_s + 0.5 or (seen <= 10 and time.monotonic() < began_s + 30):
+    while time.monotonic() < began_s + 0.5 or (seen <= 10 and time.monotonic() < began_s + PATIENCE_S):
         one = reader.read()
         if one is None:
             continue

@@ -23,6 +23,7 @@ class Web:
         self.asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.versions: dict[str, str] = {}
         self.lock = threading.Lock()
+        self.over = threading.Event()
         self.url = ""
         self.open = 0
         self.most_open = 0
@@ -115,17 +116,12 @@ def cut(after: int) -> Fault:
     return fault
 
 
-def stall(seconds: float) -> Fault:
-    """Half of it comes, then nothing for a while."""
-    over = threading.Event()
-
-    def fault(handler: Handler, content: bytes) -> bool:
-        wanted = content[handler.first : handler.last + 1]
-        handler.part(wanted[: len(wanted) // 2], promised=len(wanted))
-        over.wait(seconds)
-        return True
-
-    return fault
+def stall(handler: Handler, content: bytes) -> bool:
+    """Half of it comes, then nothing as long as the server is there."""
+    wanted = content[handler.first : handler.last + 1]
+    handler.part(wanted[: len(wanted) // 2], promised=len(wanted))
+    handler.web.over.wait()
+    return True
 
 
 def status(code: int, **headers: str) -> Fault:
@@ -176,6 +172,7 @@ def served(home: Path) -> Iterator[Web]:
     try:
         yield web
     finally:
+        web.over.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -36,7 +36,7 @@ class Store(ABC):
         self.address = f"http://127.0.0.1:{port}"
         self.port = port
         self.home = home
-        self.client = httpx.Client(timeout=10.0)
+        self.client = httpx.Client(timeout=60.0)
 
     def url(self, prefix: str, bucket: str = BUCKET) -> str:
         return f"{self.scheme}://{bucket}/{prefix}"
@@ -141,7 +141,7 @@ def serving(kind: type[Store], home: Path) -> Iterator[Store]:
                 store.make_bucket()
                 break
             except httpx.TransportError:
-                assert time.monotonic() - started_s < 60
+                assert time.monotonic() - started_s < 120
                 time.sleep(0.05)
         yield store
     finally:

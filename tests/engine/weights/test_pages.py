@@ -10,6 +10,7 @@ import time
 import pytest
 
 from firstlight.engine.weights.pages import HUGE_PAGE_BYTES, Pages, aligned, backed_bytes, reserve
+from tests.waiting import PATIENCE_S, until
 
 SIZE = 64 << 20
 
@@ -41,7 +42,7 @@ def test_the_start_is_there_before_the_end(monkeypatch: pytest.MonkeyPatch) -> N
 
     def slow(offset: int, nbytes: int) -> None:
         if offset >= SIZE // 2:
-            gate.wait(10)
+            gate.wait(PATIENCE_S)
         whole(offset, nbytes)
 
     monkeypatch.setattr(pages, "_back", slow)
@@ -50,10 +51,11 @@ def test_the_start_is_there_before_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert SIZE * 0.4 < backed(pages) < SIZE * 0.6
     late = threading.Thread(target=pages.wait)
     late.start()
+    until(lambda: pages._changed._waiters)  # type: ignore[attr-defined]
     time.sleep(0.05)
     assert late.is_alive()
     gate.set()
-    late.join(10)
+    late.join(PATIENCE_S)
     assert backed(pages) >= SIZE * 0.98
     assert pages.waited_s > 0.04
 
@@ -61,16 +63,16 @@ def test_the_start_is_there_before_the_end(monkeypatch: pytest.MonkeyPatch) -> N
 def test_stopping_ends_the_threads_and_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     pages = Pages(SIZE, "test")
-    monkeypatch.setattr(pages, "_back", lambda offset, nbytes: gate.wait(10))
+    monkeypatch.setattr(pages, "_back", lambda offset, nbytes: gate.wait(PATIENCE_S))
     pages.back(1)
     waiting = threading.Thread(target=pages.wait, args=(SIZE // 2,))
     waiting.start()
     stopping = threading.Thread(target=pages.stop)
     stopping.start()
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     gate.set()
-    stopping.join(10)
+    stopping.join(PATIENCE_S)
     assert not [one for one in threading.enumerate() if one.name.startswith("pages-")]
     assert backed(pages) < SIZE * 0.1
 
@@ -95,7 +97,7 @@ def test_reserving_and_reading_load_no_torch() -> None:
     """A start reserves its memory, from here or afar, while torch is still being imported."""
     names = ("pages", "readers", "sources.mirror", "sources.http", "checkpoint", "ledger")
     code = "import sys\n" + "".join(f"import firstlight.engine.weights.{name}\n" for name in names)
-    subprocess.run([sys.executable, "-c", f"{code}assert 'torch' not in sys.modules"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", f"{code}assert 'torch' not in sys.modules"], check=True, timeout=PATIENCE_S)
 
 
 def slow_backing(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
@@ -104,7 +106,7 @@ def slow_backing(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> tuple[threadi
     whole = pages._back
 
     def back(offset: int, nbytes: int) -> None:
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         backed_at.append(offset)
         whole(offset, nbytes)
 
@@ -145,7 +147,7 @@ def test_many_that_need_the_same_page_wait_for_the_one_that_is_at_it(monkeypatch
     assert all(writer.is_alive() for writer in writers)
     gate.set()
     for writer in writers:
-        writer.join(10)
+        writer.join(PATIENCE_S)
     assert backed_at.count(SIZE // 2) == 1
     pages.stop()
     pages.check()
@@ -159,7 +161,7 @@ def test_taking_over_wakes_whoever_waits_for_the_threads_that_end(monkeypatch: p
     waiting.start()
     pages.take_over()
     gate.set()
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     assert backed(pages) >= SIZE * 0.98
 
@@ -176,7 +178,7 @@ def test_stopping_leaves_nobody_waiting_for_a_page_that_never_comes(monkeypatch:
     time.sleep(0.05)
     gate.set()
     for thread in (writer, stopping):
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert len(backed_at) < SIZE // HUGE_PAGE_BYTES
     pages.provide(0, SIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from firstlight.kernels.registry import choose
 from tests.engine.direct import Arrays, Direct
 from tests.engine.weights.quantized import CONFIGS
 from tests.engine.weights.test_formats_load import written
+from tests.waiting import PATIENCE_S, until
 
 Get = Callable[[str], Path]
 STAGING = 16 << 10
@@ -141,12 +143,19 @@ def test_a_layer_that_is_not_there_is_a_miss_and_its_wait_is_counted(
     gate, fetch = threading.Event(), residency.LayerStream._fetch
 
     def late(stream: residency.LayerStream, layer: int, slot: int) -> int:
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         return fetch(stream, layer, slot)
 
     monkeypatch.setattr(residency.LayerStream, "_fetch", late)
     streamed = held(checkpoint("llama"), "streamed", None)
-    opening = threading.Timer(0.05, gate.set)
+    stream = streamed.weights.stream
+
+    def open_late() -> None:
+        until(lambda: stream.report().misses)  # somebody stands before it
+        time.sleep(0.05)
+        gate.set()
+
+    opening = threading.Thread(target=open_late)
     opening.start()
     streamed.run(inputs()[0])
     opening.join()

