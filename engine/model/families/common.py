@@ -71,7 +71,7 @@ def rope(
             next="verify at positions beyond 4,000, where a wrong base shows",
         )
     fields = {key: value for key, value in {**old, **new}.items() if key not in read_elsewhere}
-    share = _rotated_share(config, fields, partial)
+    share = 1.0 if "partial_rotary_factor" in read_elsewhere else _rotated_share(config, fields, partial)
     value = next((float(v) for v in (named, old.get("rope_theta"), base) if v is not None), None)
     if value is None:
         config.warn(

@@ -50,10 +50,10 @@ def _ropes(config: Config, size: int) -> tuple[Rope, Rope]:
     config.get("rope_theta")
     if "main" in named and "compress" in named:
         return (
-            rope(config, size, interleaved=True, kind="main"),
-            rope(config, size, interleaved=True, kind="compress"),
+            rope(config, size, interleaved=True, partial=1.0, kind="main"),
+            rope(config, size, interleaved=True, partial=1.0, kind="compress"),
         )
-    far = rope(config, rotated, interleaved=True)
+    far = rope(config, rotated, interleaved=True, read_elsewhere=("partial_rotary_factor",))
     scaling = far.scaling
     if scaling is not None and scaling.attention_factor is None:
         scaling = msgspec.structs.replace(scaling, attention_factor=1.0)
