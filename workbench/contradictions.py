@@ -97,6 +97,17 @@ def _rotary(text: Mapping[str, Any]) -> Iterator[Finding]:
     old, new = text.get("rope_scaling"), text.get("rope_parameters")
     new = new if isinstance(new, Mapping) else {}
     both = [("rope_scaling", old)] if isinstance(old, Mapping) else []
+    for name, fields in (("rope_scaling", old), ("rope_parameters", new)):
+        if isinstance(fields, Mapping):
+            yield from _stretched(name, fields, text)
+    kinds = [_rope_kind(fields) or "default" for fields in (old, new) if isinstance(fields, Mapping) and fields]
+    if len(kinds) == 2 and kinds[0] != kinds[1] and "rope_type" not in old.keys() & new.keys():  # else said below
+        yield _clash(
+            f"rope_scaling asks for {_short(kinds[0])} and rope_parameters for {_short(kinds[1])}",
+            f"rope_parameters: {_short(new)}",
+            f"rope_scaling: {_short(old)}",
+            "check both against the model's release; engines differ in which of them they read",
+        )
     if text.get("rope_theta") is not None:
         both.append(("rope_theta", {"rope_theta": text["rope_theta"]}))
     for name, values in both:
@@ -110,6 +121,31 @@ def _rotary(text: Mapping[str, Any]) -> Iterator[Finding]:
                 f"{label} = {_short(values[key])}",
                 "verify at positions beyond 4,000, where a wrong base shows",
             )
+
+
+def _rope_kind(fields: Mapping[str, Any]) -> object:
+    return fields.get("rope_type", fields.get("type"))
+
+
+def _stretched(name: str, fields: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[Finding]:
+    """Positions that are stretched, by two names for how, or by how much nobody says."""
+    kind, other = fields.get("rope_type"), fields.get("type")
+    if kind is not None and other is not None and kind != other:
+        yield _clash(
+            f"{name}.rope_type and {name}.type mean the same and differ; rope_type is used",
+            f"rope_type = {_short(kind)}",
+            f"type = {_short(other)}",
+            "check both against the model's release and correct one",
+        )
+    sized = any(level.get("original_max_position_embeddings") for level in (fields, text))
+    sized = sized or fields.get("factor") is not None or fields.get("alpha") is not None
+    if _rope_kind(fields) in ("linear", "dynamic", "yarn", "llama3") and not sized:
+        yield _clash(
+            f"{name} stretches positions by {_rope_kind(fields)}, and no factor says how far: they stay as they are",
+            f"{name}.factor",
+            "absent",
+            "fetch config.json of the release again; verify at positions beyond 4,000",
+        )
 
 
 def _attention(text: Mapping[str, Any]) -> Iterator[Finding]:

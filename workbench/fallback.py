@@ -40,7 +40,7 @@ class Transformers:
 
     def describe(self, raw: Mapping[str, Any]) -> ForeignSpec | None:
         """See `Foreign.describe`; None too where transformers is not installed."""
-        if find_spec("transformers") is None:
+        if not self._may_know(raw):
             return None
         config, version = self._config(raw)
         if config is None:
@@ -61,6 +61,18 @@ class Transformers:
             dtype=DTYPES.get(str(getattr(config, "dtype", None)), "F32"),
             findings=(_warning(raw, by, self.always),),
         )
+
+    def _may_know(self, raw: Mapping[str, Any]) -> bool:
+        """Whether asking can help at all: importing transformers takes seconds, looking for a word in it does not."""
+        package, model_type = find_spec("transformers"), raw.get("model_type")
+        if package is None or (self.trust_remote_code and "auto_map" in raw):
+            return package is not None
+        if not isinstance(model_type, str) or not model_type:
+            return False
+        named = (f"{quote}{model_type}{quote}".encode() for quote in "\"'")
+        home = Path(package.origin or "").parent / "models" / "auto"
+        texts = [path.read_bytes() for path in home.glob("*.py")]
+        return not texts or any(word in text for word in named for text in texts)
 
     def load(self, checkpoint: Checkpoint, spec: ForeignSpec, dtype: str, device: torch.device) -> ForeignModel:
         """See `Foreign.load`."""

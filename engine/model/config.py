@@ -67,6 +67,8 @@ class Config:
         """The value, or `default` when the key is absent or null."""
         self._note(key)
         value = self.raw.get(key)
+        if isinstance(value, str) and value.lower() in ("true", "false"):  # every text counts as true in Python
+            self.refuse(key, value, "true or false, without quotes")
         return default if value is None else value
 
     def stated(self, key: str, absent: Any) -> Any:

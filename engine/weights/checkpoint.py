@@ -234,7 +234,7 @@ def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:
 def _settle_copies(
     tensors: dict[str, TensorInfo], headers: Iterable[Header], index: Mapping[str, str], source: ByteSource
 ) -> Iterator[Finding]:
-    """Of two copies of a tensor the index decides; without its word the first stays, and neither is trusted.
+    """Of two copies of a tensor the index decides; without its word they must be equal, or neither is trusted.
 
     Copies are compared byte by byte, up to `COMPARED_BYTES` in all.
     """
@@ -279,18 +279,20 @@ def _are_equal(source: ByteSource, one: TensorInfo, other: TensorInfo) -> bool |
 
 def _copies(first: str, second: str, decided: bool, same: bool | None, names: list[str]) -> Finding:
     contents = {True: "equal copies", False: "two that differ", None: "two, not compared"}[same]
+    is_fine = decided or same is True
     what = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} tensors more are"
     return msgspec.structs.replace(
         warning(
             "duplicate-tensor",
-            f"{what} in {first} and in {second}, {contents}" + ("; the index says which is used" if decided else ""),
+            f"{what} in {first} and in {second}, {contents}"
+            + ("; the index says which is used" if decided else "; the first is used" if is_fine else ""),
             file=second,
             tensors=tuple(names),
             expected="one copy",
             found=contents,
-            next="delete the stale shard" + ("" if decided else ": which of them is meant is not guessed"),
+            next="delete the stale shard" + ("" if is_fine else ": which of them is meant is not guessed"),
         ),
-        severity="warning" if decided else "fatal",
+        severity="warning" if is_fine else "fatal",
     )
 
 

@@ -6,6 +6,7 @@ Headers are the truth; the index only decides which files belong to the release.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ _MARKS = {  # of byte orders, which JSON may not begin with
     b"\xff\xfe": "the byte order mark of UTF-16: save it as UTF-8",
     b"\xfe\xff": "the byte order mark of UTF-16: save it as UTF-8",
 }
+_APART = re.compile(rb'"[ \t\r\n]+:')
 INDEX_LIMIT_BYTES = 256 << 20  # 497,220 tensors take 60 MB
 
 
@@ -69,7 +71,7 @@ def _object(name: str, text: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:
     try:
         value = _decode(text)
         # Of equal keys the last one wins in every parser. Keys and colons agree in number unless there are some.
-        twice = _twice(text) if _colons(value) != text.count(b'":') or b"\\" in text or b'" :' in text else ()
+        twice = _twice(text) if _colons(value) != text.count(b'":') or b"\\" in text or _APART.search(text) else ()
     except (msgspec.DecodeError, ValueError) as error:
         marked = next((f" (it begins with {what})" for mark, what in _MARKS.items() if text.startswith(mark)), "")
         raise Refused(_bad(name, f"is not JSON{marked}: {error}", "a JSON object", repr(text[:40]))) from error
@@ -84,8 +86,8 @@ def _decode(text: bytes) -> Any:
     """JSON, with the Infinity and NaN that Python writes into some configurations."""
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        if b"Infinity" not in text and b"NaN" not in text:
+    except msgspec.DecodeError as error:
+        if b"Infinity" not in text and b"NaN" not in text and "out of range" not in str(error):  # 1e999 is infinite
             raise
         return json.loads(text)
 
@@ -131,7 +133,7 @@ def _twice(text: bytes) -> tuple[str, ...]:
 
 def read_index(directory: Path) -> Index | None:
     """The index of a directory, or None without one. Raises `Refused` when it cannot be used at all."""
-    if not (directory / INDEX).exists():
+    if not (directory / INDEX).exists() and not (directory / INDEX).is_symlink():
         return None
     text = _text(directory, INDEX, INDEX_LIMIT_BYTES)
     return _sound(text) or _closely(*_object(INDEX, text))
@@ -181,7 +183,8 @@ def _closely(raw: dict[str, Any], twice: tuple[str, ...]) -> Index:
 
 def _stated(metadata: object) -> int | None:
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(stated) if isinstance(stated, int | float) and not isinstance(stated, bool) else None
+    is_number = isinstance(stated, int | float) and not isinstance(stated, bool) and math.isfinite(stated)
+    return int(stated) if is_number else None
 
 
 def _listed_twice(twice: tuple[str, ...]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from firstlight.engine.errors import Refused
@@ -24,6 +24,7 @@ OTHER_FORMATS = {
 SINGLE = "model.safetensors"
 ADAPTERS = ("adapter_model.safetensors", "adapters.safetensors")  # of peft and of MLX
 CONSOLIDATED = "consolidated"  # how the file names of a vendor's own second copy begin
+FORK = "._"  # how the names of macOS's attributes of a file begin
 _UNFINISHED = (".incomplete", ".part", ".partial", ".tmp", ".aria2", ".crdownload", ".download")
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 _MOST_NAMED = 1000  # absent shards that are named one by one
@@ -33,7 +34,8 @@ Series = tuple[str, str]  # what the names of the shards of one release share: t
 
 def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) -> tuple[list[str], list[Finding]]:
     """The shard files to read, in order, and findings about absent ones and about ones that are left aside."""
-    found = [name for name in names if name.endswith(".safetensors")]
+    forks = [name for name in names if name.startswith(FORK)]
+    found = [name for name in names if name.endswith(".safetensors") and name not in forks]
     present = [name for name in found if name not in ADAPTERS]
     if not present and found:
         raise Refused(only_an_adapter(directory, found[0]))
@@ -43,7 +45,17 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
         files, findings = _by_name(names, present)
     if not files and not findings:
         raise Refused(nothing(directory, names, index))
-    return files, [*findings, *_unapplied(found), *_links(directory, files)]
+    return files, [*findings, *_forks(forks), *_unapplied(found), *_links(directory, files)]
+
+
+def _forks(names: Sequence[str]) -> Iterator[Finding]:
+    """What macOS leaves beside each file that it copies to another file system."""
+    if names:
+        yield note(
+            "shadowed-file",
+            f"not read: {', '.join(names[:4])}: attributes of files, as macOS copies them beside each",
+            file=names[0],
+        )
 
 
 def only_an_adapter(directory: Path, file: str) -> Finding:
@@ -219,6 +231,7 @@ def _aside(files: list[str], reason: str, used: list[str], whole: bool = False) 
 def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -> Finding:
     """The finding for a directory without weights that can be read: what is there in their place."""
     others = {name: kind for name in names if (kind := OTHER_FORMATS.get(Path(name).suffix.lower()))}
+    names = [name for name in names if not name.startswith(FORK)]
     started = [name for name in names if name.endswith(_UNFINISHED)]
     misspelt = [name for name in names if name.lower().endswith(".safetensors") and not name.endswith(".safetensors")]
     found, way, kind = "no weights", "fetch the safetensors files of the release", ""

@@ -54,6 +54,24 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "conflicting-flag",
         "rope_scaling.factor and rope_parameters.factor",
     ),
+    "two ways to stretch": (
+        {
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "conflicting-flag",
+        "rope_scaling asks for linear and rope_parameters for default",
+    ),
+    "one way under two names": (
+        {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 4.0}},
+        "conflicting-flag",
+        "rope_scaling.rope_type and rope_scaling.type mean the same",
+    ),
+    "stretched by nothing": (
+        {"rope_scaling": {"rope_type": "yarn"}},
+        "conflicting-flag",
+        "no factor says how far",
+    ),
     "heads that do not divide": ({"num_attention_heads": 3}, "conflicting-flag", "no multiple of num_attention_heads"),
     "more experts chosen than there are": ({"num_experts_per_tok": 5}, "conflicting-flag", "chooses 5 of 4 experts"),
     "types of other layers": ({"layer_types": ["full_attention"] * 3}, "conflicting-flag", "3 entries for 2 layers"),
