@@ -21,6 +21,7 @@ from firstlight.engine.parallel.kept import kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
+from firstlight.engine.serving.choices import Choices
 from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.options import EngineOptions, context_of, limits_of
 from firstlight.engine.serving.same_files import refuse_other_files
@@ -55,6 +56,7 @@ class Rank:
     device: torch.device
     dtype: str
     findings: tuple[Finding, ...]
+    choices: Choices | None = None
 
 
 def bring_up(
@@ -100,7 +102,10 @@ def bring_up(
     kind: Kind = options.residency  # type: ignore[assignment]
     weights = hold(checkpoint, pieces, device, kind, options.weights_budget, options.load_threads, progress=progress)
     pulse.enter("build")
+    choices = Choices(ops, settings.cache_dir)
+    choices.recall()
     model = Model(spec, weights, ops)
+    choices.keep()
     if meet is not None:
         pulse.enter("meet")
         meet()
@@ -132,6 +137,7 @@ def bring_up(
         device=device,
         dtype=dtype,
         findings=(*checkpoint.findings, *spec.findings, *ledger.findings),
+        choices=choices,
     )
 
 

@@ -107,6 +107,8 @@ class Engine:
                 self.pulse.enter("warm-up image")
                 self._first_token(*self.frontend.blank_picture())
         self._counters.forget_ended()
+        if self.worker.rank.choices is not None:  # layers that come and go were not prepared before the first token
+            self.worker.rank.choices.keep()
         self.pulse.enter("ready")
         self.pulse.at("idle")
         self.status = "ready"

@@ -41,6 +41,7 @@ class MeasuredLinear:
     """
 
     def __init__(self, candidates: Sequence[str]) -> None:
+        self.candidates = tuple(candidates)
         self._prepare: dict[str, PrepareLinear] = {
             name: import_module(f"firstlight.kernels.linear.{name}").prepare for name in candidates
         }

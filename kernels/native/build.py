@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL:
     Raises:
         NativeBuildError: the compiler failed; the message holds its output.
     """
-    path = _cache_directory() / f"native-{_fingerprint()}.so"
+    path = _cache_directory() / f"native-{fingerprint()}.so"
     if not path.exists():
         compile_library(path)
     loaded = ctypes.CDLL(str(path))
@@ -102,7 +102,7 @@ def _sources() -> list[Path]:
     return sorted([*KERNELS.glob("*/*.cpp"), *KERNELS.glob("*/*.h")])
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """A hash of sources, flags, compiler, OpenMP runtime and CPU: another of any of them needs another library."""
     digest = hashlib.sha256()
     for path in _sources():
@@ -110,13 +110,15 @@ def _fingerprint() -> str:
     compiler = _compiler()
     assert compiler is not None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    cpu = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if re.match(r"(model name|flags|Features)\b", line)
-    ]
-    digest.update("\n".join([version, *FLAGS, _target(), str(openmp_runtime()), *sorted(set(cpu))]).encode())
+    digest.update("\n".join([version, *FLAGS, _target(), str(openmp_runtime()), *cpu_lines()]).encode())
     return digest.hexdigest()[:16]
+
+
+def cpu_lines() -> list[str]:
+    """What Linux says about the model and the instructions of the CPU; nothing elsewhere."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sorted({line for line in lines if re.match(r"(model name|flags|Features)\b", line)})
 
 
 def _cache_directory() -> Path:

@@ -25,10 +25,10 @@ def test_the_threads_are_those_of_torch() -> None:
 
 
 def test_the_library_is_found_again_and_a_change_makes_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build._fingerprint()
-    assert build._fingerprint() == first
+    first = build.fingerprint()
+    assert build.fingerprint() == first
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
-    assert build._fingerprint() != first
+    assert build.fingerprint() != first
 
 
 def test_a_failing_compiler_is_an_error_that_shows_its_words(tmp_path: Path) -> None:
