@@ -31,11 +31,11 @@ def page(browser: Any, errors: Errors) -> Any:
 def test_tabs_change_faster_than_plotly_comes(page: Any, address: str, errors: Errors, delay_s: float) -> None:
     late(page, delay_s)
     page.goto(f"{address}?run=live&tab=Verify", wait_until="commit")
-    for tab in FIGURES * 3:
+    for tab in FIGURES * 2:
         page.get_by_role("button", name=tab, exact=True).click()
         page.wait_for_timeout(120)
     page.get_by_role("button", name="Layers", exact=True).click()
-    page.locator(".js-plotly-plot .main-svg").first.wait_for(timeout=20_000)
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
     page.wait_for_timeout(500)
     assert page.locator("script[src*=plotly]").count() == 1
     assert not errors
@@ -45,20 +45,20 @@ CALLS = """async () => {
   const part = () => document.body.appendChild(document.createElement("div"));
   const figure = { data: [{ y: [1, 2, 3] }], layout: { yaxis: { automargin: true } } };
   const drawn = (one) => !!one._fullLayout;
-  const later = () => new Promise((go) => setTimeout(() => go(false), 400));
-  const settled = (call) => Promise.race([call.then(() => true), later()]);
+  const later = (ms) => new Promise((go) => setTimeout(() => go(false), ms));
+  const settled = (call, ms) => Promise.race([call.then(() => true), later(ms)]);
   const early = part(), kept = part(), never = part(), late = part(), busy = part();
   const gone = window.Plotly.newPlot(early, figure);
   window.Plotly.purge(early);
   const stays = await window.Plotly.newPlot(kept, figure).then(() => true);
-  const alone = await settled(window.Plotly.relayout(never, { width: 300 }));
+  const alone = await settled(window.Plotly.relayout(never, { width: 300 }), 60000);
   await window.Plotly.newPlot(late, figure);
   window.Plotly.purge(late);
   await window.Plotly.relayout(late, { width: 300 });
   const again = window.Plotly.newPlot(busy, figure);
   const moved = window.Plotly.relayout(busy, { width: 300 });
   window.Plotly.purge(busy);
-  const back = [await settled(gone), await settled(again), await settled(moved)];
+  const back = [await settled(gone, 400), await settled(again, 400), await settled(moved, 60000)];
   await window.Plotly.newPlot(late, figure);
   return { stays, alone, back, drawn: [early, kept, never, late, busy].map(drawn) };
 }"""

@@ -1,18 +1,25 @@
 """What the pages show is read from run directories: as they are, as they grow, and nothing outside."""
 
+import json
+import os
 import shutil
+import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from firstlight.dashboards import figures, html
+from firstlight.dashboards.app import Dashboard
 from firstlight.dashboards.store import DataStore, Follower, requests_once
+from firstlight.dashboards.views.communication import _slowest
 from firstlight.engine.errors import Refused
 from firstlight.workbench.events import SERVED, ProgressEvent, RequestEvent
 from firstlight.workbench.readings import Bucket, Reading
 from firstlight.workbench.report import Draft
 from firstlight.workbench.runs import Run
+from tests.waiting import until
 
 
 def report(verb: str, passed: bool = True) -> Draft:
@@ -102,10 +109,7 @@ def test_who_follows_is_told_of_every_change_and_asked_for_nothing_without(tmp_p
         follower.listen(lambda: told.append(follower.snapshot.readings_version))
         for count in range(1, 4):
             run.events.put(reading(float(count), 1.0))
-            started_s = time.monotonic()
-            while len(told) < count and time.monotonic() - started_s < 5.0:
-                time.sleep(0.01)
-            assert time.monotonic() - started_s < 0.5, "within half a second"
+            until(lambda count=count: len(told) >= count, "it was not told")
         seen = len(told)
         time.sleep(0.3)
         assert len(told) == seen
@@ -126,6 +130,155 @@ def test_only_runs_below_the_root_can_be_followed(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="there is no run"):
             store.follow(name)
     store.close()
+
+
+def a_run(root: Path, name: str) -> Path:
+    """A run with two reports, and one event of each kind."""
+    with Run.at(root / name, "toy", "ckpt") as run:
+        run.add(report("scan").close())
+        run.add(report("plan").close())
+        run.events.put(ProgressEvent(time_s=1.0, rung="load", phase="read", done=1.0))
+        run.events.put(reading(1.0, 100.0))
+        run.events.put(RequestEvent(time_s=1.0, name="r", rung="infer", status="stop"))
+    return root / name
+
+
+def secret(root: Path) -> Path:
+    """A report that lies beside the folder of runs."""
+    path = root.parent / "secret.json"
+    path.write_bytes(report("scan").close().to_json().replace(b"a check", b"a secret"))
+    return path
+
+
+def names_report(run: Path, file: str) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record["rungs"][0]["file"] = file
+    (run / "run.json").write_text(json.dumps(record))
+
+
+def becomes(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+REPORTS: dict[str, Callable[[Path], object]] = {
+    "half a report": lambda run: (run / "reports/01-scan.json").write_text("{"),
+    "no report": lambda run: (run / "reports/01-scan.json").unlink(),
+    "a pipe": lambda run: becomes(run / "reports/01-scan.json", os.mkfifo),
+    "a link out": lambda run: becomes(run / "reports/01-scan.json", lambda p: p.symlink_to(secret(run.parent))),
+    "a path out": lambda run: names_report(run, f"../../{secret(run.parent).name}"),
+    "a path from the root": lambda run: names_report(run, str(secret(run.parent))),
+    "no path": lambda run: names_report(run, "reports/\0"),
+}
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_a_report_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "runs"
+    REPORTS[kind](a_run(root, "a"))
+    follower = DataStore(root).follow("a")
+    scan, plan = follower.snapshot.reports
+    assert (scan.verb, scan.status, plan.status) == ("scan", "refused", "passed")
+    assert scan.findings
+    assert "secret" not in str(scan.checks)
+    assert len(follower.snapshot.trails) == 1
+    follower.close()
+
+
+def held(run: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(run / "events.sqlite", isolation_level=None)
+    connection.execute("pragma locking_mode = exclusive")
+    connection.execute("begin exclusive")
+    return connection
+
+
+def told(run: Path, statement: str) -> None:
+    connection = sqlite3.connect(run / "events.sqlite")
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+EVENTS: dict[str, Callable[[Path], object]] = {
+    "noise": lambda run: (run / "events.sqlite").write_bytes(b"noise" * 4000),
+    "a folder": lambda run: becomes(run / "events.sqlite", Path.mkdir),
+    "a pipe": lambda run: becomes(run / "events.sqlite", os.mkfifo),
+    "a link out": lambda run: becomes(
+        run / "events.sqlite", lambda p: p.symlink_to(a_run(run.parent.parent, "other") / "events.sqlite")
+    ),
+    "held by somebody": held,
+    "words for times": lambda run: told(run, "update progress set time_s = 'noon'"),
+    "a reading of nothing": lambda run: told(run, "update readings set value = null"),
+    "columns of another version": lambda run: told(run, "alter table requests rename column status to mood"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Widget.name is deprecated")
+@pytest.mark.parametrize("kind", EVENTS)
+def test_events_that_cannot_be_read_are_said_and_cost_nothing_else(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "runs"
+    holder = EVENTS[kind](a_run(root, "a"))
+    follower = DataStore(root).follow("a")
+    assert "events.sqlite cannot be read" in follower.snapshot.problem
+    assert [one.status for one in follower.snapshot.reports] == ["passed", "passed"]
+    assert follower.progress(("load",)) == [] or kind != "words for times"
+    follower.look()
+    page = Dashboard(DataStore(root), "a")
+    page._choose()
+    assert "events.sqlite cannot be read" in page._message.object
+    page.close()
+    follower.close()
+    if isinstance(holder, sqlite3.Connection):
+        holder.close()
+
+
+@pytest.mark.filterwarnings("ignore:Widget.name is deprecated")
+def test_a_tab_whose_tables_hold_something_else_says_so_and_the_others_are_drawn(tmp_path: Path) -> None:
+    with Run.at(tmp_path / "a", "toy", "ckpt") as run:
+        profile = report("profile")
+        profile.table("timeline", [{"phase": 3}])
+        profile.table("layers", [{"nothing": "of this version"}])
+        run.add(profile.close())
+    page = Dashboard(DataStore(tmp_path), "a")
+    page._choose()
+    said = {}
+    for tab in page._tab.options:
+        page._tab.value = tab
+        said[tab] = page._message.object
+    assert {tab for tab, text in said.items() if text} == {"Layers", "Communication", "Topology"}
+    assert "Layers cannot be drawn" in said["Layers"]
+    page.close()
+
+
+def test_folders_that_are_no_runs_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    a_run(root, "good")
+    (root / "empty").mkdir()
+    (root / "away").symlink_to(a_run(tmp_path, "other"))
+    for name, make in (
+        ("half", lambda p: p.write_text("{")),
+        ("pipe", os.mkfifo),
+        ("list", lambda p: p.write_text("[]")),
+    ):
+        (root / name).mkdir()
+        make(root / name / "run.json")
+    store = DataStore(root)
+    assert [name for name, _ in store.runs()] == ["good"]
+    assert store.left_out.keys() == {"away", "half", "pipe", "list"}
+    for name in ("away", "pipe", "half", "good/../good", "\0"):
+        with pytest.raises(Refused):
+            store.follow(name)
+
+
+def test_an_engine_handle_of_another_kind_is_no_engine(tmp_path: Path) -> None:
+    for name, text in (("half", "{"), ("list", "[]"), ("types", '{"url": 5, "pids": "x"}')):
+        folder = a_run(tmp_path, name) / "engine"
+        folder.mkdir()
+        (folder / "host.json").write_text(text)
+        follower = DataStore(tmp_path).follow(name)
+        follower.look()
+        assert follower.snapshot.health is None
+        follower.close()
 
 
 def test_text_from_outside_is_escaped_wherever_it_stands() -> None:
@@ -168,6 +321,21 @@ def test_what_reaches_beyond_its_block_is_overlapped() -> None:
     beyond = [row("compute", 0.0, 10.0), row("compute", 10.0, 10.0), row("collective", 8.0, 8.0)]
     (found,) = figures.overlap(beyond, "decode")
     assert found["overlapped"] == pytest.approx(75.0)
+
+
+def test_a_receive_waits_and_is_no_link_and_many_names_are_thinned() -> None:
+    rows = [
+        {"phase": "decode", "rank": 1, "name": name, "kind": "collective", "start_ms": 0.0, "duration_ms": ms}
+        | {"moved_bytes": 2**20}
+        for name, ms in (("receive pp", 900.0), ("send pp", 1.0))
+    ]
+    shown = _slowest(rows, "decode")
+    assert "1000 MiB/s" in shown
+    assert shown.count("MiB/s") == 1
+    for count, written in ((16, None), (30, 15), (93, 16)):
+        blocks = [{"block": f"layers.{index}.mixer", "rank": 0, "decode_ms": 1.0} for index in range(count)]
+        axis = figures.layer_bars(blocks, "decode")["layout"]["xaxis"]
+        assert len(axis.get("tickvals", ())) == (written or 0)
 
 
 def test_figures_stand_in_their_own_unit() -> None:

@@ -7,18 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import nbformat
-import psutil
 import pytest
 
-from tests.dashboards.conftest import ARGUMENTS, BROWSER
+from tests.dashboards.conftest import Chromium, chromium
 from tests.repo.tree import ROOT
+from tests.waiting import PATIENCE_S, alive, gone, until
 
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 PICTURES = ROOT / "data" / "samples" / "pictures"
@@ -28,9 +27,11 @@ pytestmark = pytest.mark.slow
 
 
 class Lab:
-    """A JupyterLab on loopback with a folder of its own, and a page of a browser in it."""
+    """A JupyterLab on loopback with a folder of its own; `page` is a browser's."""
 
-    def __init__(self, folder: Path, browser: Any) -> None:
+    page: Any
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._token = secrets.token_hex(16)
         with socket.socket() as probe:
@@ -53,14 +54,12 @@ class Lab:
             stderr=subprocess.DEVNULL,
         )
         self._url = f"http://127.0.0.1:{self._port}"
-        wait_until(self._answers, 120)
-        self.page = browser.new_page(viewport={"width": 1280, "height": 1400})
-        self.page.set_default_timeout(60_000)
+        until(self._answers, "JupyterLab does not answer", every_s=0.2)
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, "JupyterLab has ended"
         try:
-            return httpx.get(f"{self._url}/api/status?token={self._token}").status_code == 200
+            return httpx.get(f"{self._url}/api/status?token={self._token}", timeout=PATIENCE_S).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -71,12 +70,12 @@ class Lab:
         nbformat.write(notebook, self.folder / name)
         self.page.goto(f"{self._url}/lab/tree/{name}?token={self._token}&reset")
         self.page.locator(".jp-NotebookPanel:visible .jp-Cell").first.wait_for()
-        wait_until(lambda: self._is_idle(name), 90)
+        until(lambda: self._is_idle(name), "the kernel does not wait for work", every_s=0.2)
         self.page.locator(".jp-NotebookPanel:visible .jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
 
     def _is_idle(self, name: str) -> bool:
         """Whether the notebook has a kernel that waits for work; another notebook's may have been idle for long."""
-        sessions = httpx.get(f"{self._url}/api/sessions?token={self._token}").json()
+        sessions = httpx.get(f"{self._url}/api/sessions?token={self._token}", timeout=PATIENCE_S).json()
         return [one["kernel"]["execution_state"] for one in sessions if one["path"] == name] == ["idle"]
 
     def run(self, cell: int) -> Any:
@@ -87,39 +86,51 @@ class Lab:
         return place
 
     def kernels(self) -> list[dict[str, Any]]:
-        return list(httpx.get(f"{self._url}/api/kernels?token={self._token}").json())
+        return list(httpx.get(f"{self._url}/api/kernels?token={self._token}", timeout=PATIENCE_S).json())
 
     def tell_kernel(self, verb: str) -> None:
         """`restart` or `interrupt`, as the menus do."""
         (kernel,) = self.kernels()
-        answer = httpx.post(f"{self._url}/api/kernels/{kernel['id']}/{verb}?token={self._token}", timeout=60)
+        answer = httpx.post(f"{self._url}/api/kernels/{kernel['id']}/{verb}?token={self._token}", timeout=PATIENCE_S)
         assert answer.status_code < 300, answer.text
 
+    def end_kernels(self) -> None:
+        for session in httpx.get(f"{self._url}/api/sessions?token={self._token}", timeout=PATIENCE_S).json():
+            httpx.delete(f"{self._url}/api/sessions/{session['id']}?token={self._token}", timeout=PATIENCE_S)
+
     def close(self) -> None:
-        self.page.close()
-        for kernel in self.kernels():
-            httpx.delete(f"{self._url}/api/kernels/{kernel['id']}?token={self._token}", timeout=60)
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if not Path(BROWSER).exists():
-        pytest.skip(f"there is no browser at {BROWSER}; on Debian: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        started = play.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        yield started
-        started.close()
+def kept_browser() -> Iterator[Chromium]:
+    with chromium() as kept:
+        yield kept
 
 
 @pytest.fixture
-def lab(tmp_path: Path, browser: Any) -> Iterator[Lab]:
-    lab = Lab(tmp_path, browser)
-    yield lab
-    lab.close()
+def browser(kept_browser: Chromium) -> Any:
+    return kept_browser.get()
+
+
+@pytest.fixture(scope="module")
+def kept_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture
+def lab(kept_lab: Lab, browser: Any) -> Iterator[Lab]:
+    """With a page of its own; kernels that a test leaves go with it."""
+    kept_lab.page = browser.new_page(viewport={"width": 1280, "height": 1400})
+    kept_lab.page.set_default_timeout(1000 * PATIENCE_S)
+    yield kept_lab
+    kept_lab.page.close()
+    kept_lab.end_kernels()
 
 
 def engines(runs: Path) -> list[int]:
@@ -127,22 +138,8 @@ def engines(runs: Path) -> list[int]:
     found = []
     for path in runs.glob("*/engine/host.json"):
         handle = json.loads(path.read_text())
-        found += [pid for pid in (handle["pid"], *handle["pids"]) if is_alive(pid)]
+        found += alive((handle["pid"], *handle["pids"]))
     return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> None:
-    until_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until_s, "it did not happen in time"
-        time.sleep(0.2)
 
 
 def cells_of(path: Path, runs: Path) -> list[str]:
@@ -162,15 +159,15 @@ def test_the_live_notebook_answers_a_typed_question_about_an_uploaded_picture(la
     lab.run(0)
     bring_up = lab.run(1)
     for _ in range(2):  # the load waits for a hand: layer by layer, then on
-        bring_up.get_by_text("held behind").first.wait_for(timeout=120_000)
+        bring_up.get_by_text("held behind").first.wait_for()
         before = bring_up.get_by_text("held behind").first.inner_text()
         bring_up.get_by_role("button", name="Next layer").click()
-        wait_until(lambda before=before: bring_up.get_by_text("held behind").first.inner_text() != before, 30)
+        until(lambda before=before: bring_up.get_by_text("held behind").first.inner_text() != before)
     bring_up.get_by_role("button", name="Go on").click()
     asking = lab.run(2)
     box = asking.locator("input[type=text]").first
-    box.wait_for(timeout=180_000)
-    asking.get_by_text("Moo.").first.wait_for(timeout=60_000)  # what the cell asks by itself
+    box.wait_for()
+    asking.get_by_text("Moo.").first.wait_for()  # what the cell asks by itself
     assert engines(tmp_path / "runs")
     with lab.page.expect_file_chooser() as chosen:
         asking.locator("button.jupyter-widgets:has-text('Picture')").click()
@@ -179,12 +176,12 @@ def test_the_live_notebook_answers_a_typed_question_about_an_uploaded_picture(la
     box.fill("Is there a lion?")
     box.press("Enter")
     asking.get_by_role("button", name="Ask", exact=True).click()
-    asking.get_by_text("Yes.").first.wait_for(timeout=60_000)
+    asking.get_by_text("Yes.").first.wait_for()
     bring_up.get_by_text("held behind layer 0").first.wait_for()  # the static twin of the stepping
     assert bring_up.get_by_role("button", name="Next layer").count() == 0
     running = engines(tmp_path / "runs")
     lab.tell_kernel("restart")
-    wait_until(lambda: not any(map(is_alive, running)), 60)
+    gone(running)
 
 
 def test_an_engine_that_was_started_detached_outlives_its_kernel_and_another_attaches(lab: Lab, tmp_path: Path) -> None:
@@ -192,18 +189,17 @@ def test_an_engine_that_was_started_detached_outlives_its_kernel_and_another_att
     begin = f"from firstlight.workbench import Bringup\nrun = {str(run)!r}\n"
     start = f"b = Bringup({str(MENAGERIE)!r}, run=run, detached=True, max_context=256, telemetry_hz=0)\n"
     lab.open("kept.ipynb", [begin + start + "b.scan(), b.plan(), b.load(), b.start()\nprint('is', 'up')"])
-    lab.run(0).get_by_text("is up").first.wait_for(timeout=180_000)
+    lab.run(0).get_by_text("is up").first.wait_for()
     pid = json.loads((run / "engine" / "host.json").read_text())["pid"]
     try:
         lab.tell_kernel("restart")
-        time.sleep(2.0)
-        assert is_alive(pid)
+        until(lambda: lab.kernels()[0]["execution_state"] == "idle", "the kernel does not come back")
+        assert alive([pid])
         ask = "b = Bringup.attach(run)\nprint('it says', b.ask('What does a cow say?', stream=False).text)\n"
         lab.open("again.ipynb", [begin + ask + "b.host.stop()"])
         cell = lab.run(0)
-        cell.locator(".jp-OutputArea-output").first.wait_for(timeout=90_000)
-        assert "it says Moo." in cell.inner_text()
-        wait_until(lambda: not is_alive(pid), 60)
+        cell.get_by_text("it says Moo.").first.wait_for()
+        gone([pid])
     finally:
-        if is_alive(pid):
+        if alive([pid]):
             os.kill(pid, signal.SIGTERM)

@@ -21,6 +21,7 @@ from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.infer import DRAWN, Question, drawn
 from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run
+from tests.waiting import alive, gone
 
 SAMPLES = Path(__file__).parents[2] / "data" / "samples"
 MENAGERIE = SAMPLES / "menagerie"
@@ -30,10 +31,6 @@ QUESTION = "What animal is this?"
 
 def failed(report: Report) -> list[str]:
     return [f"{c.name}: {c.value} {c.detail}" for c in report.checks if c.status == "failed"]
-
-
-def alive(pids: tuple[int, ...]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def bringup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bringup]:
         assert session.host is not None
         pids = session.host.pids
         assert len(alive(pids)) == 2
-    assert not alive(pids), "closing a session ends its ranks"
+    gone(pids, "closing a session ends its ranks")
 
 
 def test_start_tells_stages_memory_and_operators(bringup: Bringup) -> None:
@@ -173,7 +170,7 @@ def test_a_detached_engine_outlives_its_session(tmp_path: Path) -> None:
         assert again.detached
         assert again.engine.info().dtype == "F32"
         again.detached = False
-    assert not alive(pids)
+    gone(pids)
 
 
 def test_broken_weights_are_found_by_infer_and_stop_the_ladder(tmp_path: Path) -> None:
@@ -207,6 +204,8 @@ def test_up_climbs_the_whole_ladder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [rung.verb for rung in Run.attach(run).record.rungs] == [*rungs, "up"]
     report = Report.read(out)
     assert [check.name for check in report.checks] == rungs
+    answers = Report.read(run / "reports" / "05-infer.json").tables["answers"]
+    assert {row["picture"]: row["answer"] for row in answers}["cat.png"] == "A cat."
     for row in report.tables["predicted_and_measured"]:
         if row["unit"] == "B":
             assert row["measured"] == pytest.approx(row["predicted"], rel=0.01)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from firstlight.workbench.cli import main
+from tests.waiting import PATIENCE_S, gone
 
 SAMPLES = Path(__file__).parents[2] / "data" / "samples"
 MENAGERIE = str(SAMPLES / "menagerie")
@@ -94,15 +95,15 @@ def test_serve_prints_its_url_and_stops_on_interrupt(tmp_path: Path) -> None:
         url, _, rest = served.stdout.readline().partition("  ")
         assert rest == "serves menagerie on 1 ranks\n"
         assert json.loads(file.read_text())["metrics"]["url"]["value"] == url
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "menagerie"
-        pids = [beat["pid"] for beat in httpx.get(f"{url}/health").json()["ranks"]]
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"][0]["id"] == "menagerie"
+        pids = [beat["pid"] for beat in httpx.get(f"{url}/health", timeout=PATIENCE_S).json()["ranks"]]
         served.send_signal(signal.SIGINT)
-        _, err = served.communicate(timeout=30)
+        _, err = served.communicate(timeout=PATIENCE_S)
     finally:
         served.kill()
     assert served.returncode == 130
     assert err.splitlines()[-1] == "interrupted"
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    gone(pids)
 
 
 def test_preprocess_writes_what_goes_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,8 @@ Get = Callable[[str], Path]
         ("llama", Mesh(tp=4)),
         ("llama-tied", Mesh(tp=2, pp=2)),
         ("llava-clip", Mesh(pp=3)),
-        ("qwen3_moe", Mesh(ep=4, tp=2)),
-        ("deepseek_v3", Mesh(ep=2, pp=2, dp=2)),
+        ("qwen3_moe", Mesh(ep=2, tp=2)),
+        ("deepseek_v3", Mesh(ep=2, dp=2)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.describe().replace(" ", ""),
 )

@@ -1,4 +1,4 @@
-"""The whole ladder on the two sample models, as `make up` climbs it."""
+"""The whole ladder on the sample text model, as `make up` climbs it; tests/workbench/test_bringup.py has the other."""
 
 import json
 import subprocess
@@ -18,13 +18,6 @@ def _climb(checkpoint: Path, run: Path, *arguments: str) -> dict[str, Any]:
     """`firstlight up`; the reports by verb."""
     assert main(["up", str(checkpoint), "--run", str(run), "-q", *arguments]) == 0
     return {path.stem[3:]: json.loads(path.read_text()) for path in sorted((run / "reports").glob("*.json"))}
-
-
-def test_menagerie_on_two_ranks(tmp_path: Path) -> None:
-    reports = _climb(ROOT / "data" / "samples" / "menagerie", tmp_path / "run", "--tp", "2")
-    assert {verb: reports[verb]["status"] for verb in RUNGS} == dict.fromkeys(RUNGS, "passed")
-    answers = reports["infer"]["tables"]["answers"]
-    assert {row["picture"]: row["answer"] for row in answers}["cat.png"] == "A cat."
 
 
 def test_smollm2_on_two_stages(smollm2: Path, tmp_path: Path) -> None:

@@ -26,14 +26,14 @@ MENAGERIE = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     with Host.start(
-        MENAGERIE, run_dir=tmp_path_factory.mktemp("host"), dtype="F32", max_batch=4, max_context=160
+        MENAGERIE, run_dir=tmp_path_factory.mktemp("host"), dtype="F32", max_batch=4, max_context=160, threads=1
     ) as host:
         host.wait_ready(240)
         yield host
 
 
 def test_a_sound_engine_passes_with_its_batch_full_and_its_queue_used(host: Host) -> None:
-    report = stress(host.client(), requests=16, concurrency=8, tokens=8)
+    report = stress(host.client(), requests=16, concurrency=8, tokens=16)
     assert report.passed, [check for check in report.checks if check.status == "failed"]
     assert report.value("running_most") == 4
     assert report.value("requests") == 14, "two of sixteen clients leave"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
@@ -18,6 +18,7 @@ from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Report
 from firstlight.workbench.widgets import AskBox, ProgressView, Stepper
 from tests.repo.tree import ROOT
+from tests.waiting import PATIENCE_S, until
 
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 
@@ -109,12 +110,12 @@ def test_a_paused_stepper_lets_one_layer_by_at_a_click() -> None:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     for number in range(3):
-        wait_until(lambda number=number: f"held behind layer {number}," in stepper._said.value)
+        until(lambda number=number: f"held behind layer {number}," in stepper._said.value)
         assert passed == list(range(number))
         clicked(stepper, "Next layer")
-    wait_until(lambda: "held behind layer 3," in stepper._said.value)
+    until(lambda: "held behind layer 3," in stepper._said.value)
     clicked(stepper, "Go on")
-    thread.join(10.0)
+    thread.join(PATIENCE_S)
     assert passed == [0, 1, 2, 3, 4]
     assert [event.detail for event, _ in stepper.held] == [f"layer {number}" for number in range(4)]
     stepper.close()
@@ -138,11 +139,11 @@ def test_a_load_is_gone_through_layer_by_layer_and_claims_no_rate_then(tmp_path:
         thread = threading.Thread(target=lambda: found.append(bringup.load(step=True)), daemon=True)
         thread.start()
         for layer in ("before the layers", "layer 0", "layer 1"):
-            wait_until(lambda layer=layer: f"held behind {layer}," in said(bringup))
+            until(lambda layer=layer: f"held behind {layer}," in said(bringup))
             if layer == "layer 1":
                 time.sleep(0.7)
             clicked(bringup.stepper, "Go on" if layer == "layer 1" else "Next layer")
-        thread.join(60.0)
+        thread.join(PATIENCE_S)
         (report,) = found
         assert report.passed
         assert report.metrics["read_rate"].value is None
@@ -169,14 +170,7 @@ def test_an_interrupt_ends_a_held_load(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(MENAGERIE), str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert "interrupted" in done.stdout, done.stderr
     assert done.returncode == 0
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    until_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until_s, "it did not happen"
-        time.sleep(0.01)

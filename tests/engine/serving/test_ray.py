@@ -14,6 +14,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 Get = Callable[[str], Path]
 OTHER = "127.0.0.2"  # the second node's address; the first has the machine's own
 START_S = 120.0
@@ -128,11 +130,11 @@ def test_a_lost_rank_is_named_and_nobody_is_left(ray: str, checkpoint: Get, tmp_
             assert serving.poll() is None, (tmp_path / "said.txt").read_text()
             time.sleep(0.1)
         url = json.loads(report.read_text())["metrics"]["url"]["value"]
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 401
         token = {"Authorization": "Bearer secret"}
-        ranks = httpx.get(f"{url}/health", headers=token).json()["ranks"]
+        ranks = httpx.get(f"{url}/health", headers=token, timeout=PATIENCE_S).json()["ranks"]
         while len(ranks) < 4 or any(one["stage"] != "ready" for one in ranks):
-            ranks = httpx.get(f"{url}/health", headers=token).json()["ranks"]
+            ranks = httpx.get(f"{url}/health", headers=token, timeout=PATIENCE_S).json()["ranks"]
         os.kill(ranks[2]["pid"], signal.SIGSTOP)
         assert serving.wait(DEADLINE_S + 30) == 1
         text = " ".join((tmp_path / "said.txt").read_text().split())

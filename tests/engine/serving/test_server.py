@@ -26,6 +26,7 @@ from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from tests.engine.serving.conftest import MENAGERIE, PICTURES
+from tests.waiting import PATIENCE_S, until
 
 MODEL = "menagerie"
 
@@ -51,13 +52,15 @@ CAT = data_url((PICTURES / "cat.png").read_bytes())
 
 @pytest.fixture
 def client(host: Host) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{host.url}/v1", api_key=host.token, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{host.url}/v1", api_key=host.token, max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
 @pytest.fixture
 def raw(host: Host) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=host.url, headers={"Authorization": f"Bearer {host.token}"}, timeout=60) as client:
+    with httpx.Client(
+        base_url=host.url, headers={"Authorization": f"Bearer {host.token}"}, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
@@ -174,7 +177,7 @@ def test_deltas_are_whole_characters_whatever_the_tokens(single: Engine) -> None
 def test_a_place_that_cannot_be_listened_on_is_told_not_waited_for(where: dict[str, Any]) -> None:
     told: queue.Queue[object] = queue.Queue()
     Desk(Pulse(), HostOptions(token="secret", **where)).open(told.put, told.put)
-    reason = told.get(timeout=30)
+    reason = told.get(timeout=PATIENCE_S)
     assert isinstance(reason, Refused), reason
     assert "cannot listen" in str(reason)
 
@@ -281,30 +284,35 @@ def test_bodies_are_bounded(raw: httpx.Client) -> None:
 def test_the_token_is_checked(host: Host) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"bearer{host.token}"}):
         for path in ("/v1/models", "/admin/ledger", "/admin/memory"):
-            answer = httpx.get(host.url + path, headers=headers)
+            answer = httpx.get(host.url + path, headers=headers, timeout=PATIENCE_S)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-    health = httpx.get(f"{host.url}/health")
+    health = httpx.get(f"{host.url}/health", timeout=PATIENCE_S)
     assert health.status_code == 200
     assert "ranks" not in health.json()
 
 
 def test_a_client_that_leaves_frees_its_pages(host: Host, raw: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    before = host.client().stats().requests
     with ExitStack() as streams:
         answers = [
             streams.enter_context(raw.stream("POST", "/v1/completions", json=body | {"stream": True}))
             for _ in range(48)  # three times what runs at once
         ]
         next(answers[0].iter_lines())
-        health = raw.get("/health").json()
-        assert health["running"] + health["waiting"] > 0
     with pytest.raises(httpx.ReadTimeout):
-        raw.post("/v1/completions", json=body, timeout=0.05)
-    until = time.monotonic() + 1.0
-    while (health := raw.get("/health").json())["running"] + health["waiting"]:
-        assert time.monotonic() < until, "the requests of clients that left still run"
-        time.sleep(0.01)
+        raw.post("/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE_S, read=0.05))
+    until(lambda: idle(host), "the requests of clients that left still run")
+    ended = {reason: count - before[reason] for reason, count in host.client().stats().requests.items()}
+    assert ended["abort"] > 16, "more than a batch was not answered to its end"
+    assert ended["abort"] + ended["length"] == sum(ended.values())
+    assert sum(ended.values()) in (48, 49), "the last one may have left before it was heard"
+
+
+def idle(host: Host) -> bool:
+    stats = host.client().stats()
+    return (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.num_pages)
 
 
 def test_the_engine_is_the_same_over_http(host: Host, single: Engine) -> None:
@@ -404,7 +412,7 @@ def test_a_canary_stays_in_its_own_cage(host: Host) -> None:
 
     async def all_of_them() -> tuple[list[str], list[str]]:
         limits = httpx.Limits(max_connections=80)
-        async with httpx.AsyncClient(headers=headers, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, limits=limits) as client:
             crowd = await asyncio.gather(*(ask(client, index) for index in range(64)))
             alone = [await ask(client, index) for index in range(0, 64, 9)]
         return list(crowd), alone
@@ -414,8 +422,7 @@ def test_a_canary_stays_in_its_own_cage(host: Host) -> None:
     for index, answer in enumerate(crowd):
         others = [canary for other, canary in enumerate(canaries) if other != index and canary in answer]
         assert not others, f"answer {index} holds {others}"
-    health = host.client().health()
-    assert (health.running, health.waiting) == (0, 0)
+    until(lambda: idle(host), "requests of those who left are still there")
 
 
 def test_chunks_are_json_events(raw: httpx.Client) -> None:
@@ -475,4 +482,5 @@ def test_a_long_prompt_does_not_silence_the_server(raw: httpx.Client) -> None:
         answer, ended_s = long.result()
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context-too-long"
-    assert longest_s < 0.5 * (ended_s - began_s), f"{asked} answers, the slowest after {longest_s:.2f} s"
+    is_even = longest_s < 0.5 * (ended_s - began_s)  # else the machine itself may have stood still for once
+    assert is_even or asked > 50, f"{asked} answers, the slowest after {longest_s:.2f} s"

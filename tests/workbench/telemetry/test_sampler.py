@@ -16,13 +16,16 @@ from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.engine import EngineSource, MemorySource
 from firstlight.workbench.telemetry.sampler import Sampler
 from firstlight.workbench.telemetry.system import SystemSource
+from tests.waiting import PATIENCE_S, until
 
 MENAGERIE = Path(__file__).parents[3] / "data" / "samples" / "menagerie"
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    with Host.start(MENAGERIE, run_dir=tmp_path_factory.mktemp("host"), max_batch=2, max_context=256) as host:
+    with Host.start(
+        MENAGERIE, run_dir=tmp_path_factory.mktemp("host"), max_batch=2, max_context=256, threads=1
+    ) as host:
         host.wait_ready(240)
         yield host
 
@@ -33,10 +36,8 @@ def by_name(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
 
 def settled(host: Host) -> None:
     """Waits until the engine has laid out what it counted; the answer to a request may be there before."""
-    client, until_s = host.client(), time.monotonic() + 10.0
-    while (seen := client.glance()) is None or seen.requests != client.stats().requests:
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    client = host.client()
+    until(lambda: (seen := client.glance()) is not None and seen.requests == client.stats().requests)
 
 
 def test_the_machine_reads_itself() -> None:
@@ -57,10 +58,10 @@ def test_the_engine_is_read_while_it_works_and_readings_carry_its_step(host: Hos
         client = host.client()
         for _ in range(3):
             client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=60, ignore_eos=True))
-        time.sleep(0.3)
-        step = client.stats().step
+        step, reader = client.stats().step, EventReader(tmp_path / "e.sqlite")
+        until(lambda: step in {one.step for _, one in reader.readings() if one.source == "psutil"})
         assert sampler.cost < 1.0
-    seen = [one for _, one in EventReader(tmp_path / "e.sqlite").readings()]
+    seen = [one for _, one in reader.readings()]
     tokens = [one.value for one in seen if (one.device, one.metric) == ("engine", "tokens") and one.value is not None]
     assert max(tokens) > 1
     steps = [one.step for one in seen if one.source == "psutil" and one.step is not None]
@@ -81,7 +82,7 @@ def test_every_request_that_was_served_is_told_once_whoever_sent_it(host: Host) 
     earlier = {event.record for event in source.read(1.0, None) if isinstance(event, RequestEvent)}
     body = {"model": "menagerie", "prompt": "what", "max_tokens": 3, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {client.token}"} if client.token else {}
-    assert httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    assert httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S).status_code == 200
     answer = client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=60))
     settled(host)
     told = [event for event in source.read(2.0, None) if isinstance(event, RequestEvent)]
@@ -99,7 +100,7 @@ def test_every_request_that_was_served_is_told_once_whoever_sent_it(host: Host) 
 
 
 def test_an_engine_that_is_gone_is_an_alarm_with_rank_and_phase(tmp_path: Path) -> None:
-    host = Host.start(MENAGERIE, run_dir=tmp_path / "host", max_batch=2, max_context=64)
+    host = Host.start(MENAGERIE, run_dir=tmp_path / "host", max_batch=2, max_context=64, threads=1)
     host.wait_ready(240)
     source, memory = EngineSource(host.client), MemorySource(host.client)
     assert by_name(list(source.read(1.0, None)))["engine", "running"].value == 0
@@ -126,7 +127,8 @@ def test_a_source_that_falls_over_is_named_and_the_others_go_on() -> None:
     assert by_name(got)["host", "memory_total"].value
 
 
-def test_what_an_engine_lays_out_is_read_without_asking_it(host: Host) -> None:
+def test_what_an_engine_lays_out_is_read_without_asking_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstlight.workbench.telemetry.engine.FRESH_S", PATIENCE_S)  # however late the engine is
     client = host.client()
     client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=8))
     settled(host)
