@@ -22,6 +22,9 @@ HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 32 << 20  # smaller ranges are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
 LAST_PAGES = 4  # that tell the pace
+JOINING_SHARE = 0.1  # of the time may go into joining pages while the process computes
+BUSY_SHARE = 0.05  # of one core: more than that, and the process computes
+LEAST_WORK_S, LONGEST_REST_S = 1e-3, 1.0
 NOT_BEGUN, BEGUN, DONE = range(3)
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
@@ -221,15 +224,54 @@ class Pages:
 
 
 def join(pages: ref[Pages]) -> None:
-    """Put huge pages in the place of small ones, milliseconds each, while somebody holds `pages`; from Linux 6.1 on."""
+    """Put huge pages in the place of small ones, milliseconds each, while somebody holds `pages`; from Linux 6.1 on.
+
+    Meanwhile nothing else of the process gets memory, and who reads what is being joined waits: as long as the process
+    computes, this takes a tenth of the time, and where it has nothing else to do, all of it.
+    """
     held = pages()
     nbytes = held.nbytes if held is not None else 0
     del held
+    share = _Share(JOINING_SHARE)
     for offset in range(0, nbytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
         held = pages()
         if held is None or not held.join_page(offset):
             return
         del held
+        share.rest()
+
+
+class _Share:
+    """A thread that works for no more than a share of the time while other threads of the process compute.
+
+    A low priority would not do: whoever waits for a lock would wait for a thread that nobody lets run.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._rest_per_work = 1 / share - 1
+        self._worked_s = 0.0
+        self._mark()
+
+    def rest(self) -> None:
+        """Call it after each piece of work: sleeps as long as it has to."""
+        now_s = time.perf_counter()
+        self._worked_s += now_s - self._woke_s
+        if self._worked_s < LEAST_WORK_S:
+            self._woke_s = now_s
+            return
+        others_s = (time.process_time() - self._process_s) - (time.thread_time() - self._thread_s)
+        if others_s > BUSY_SHARE * (now_s - self._marked_s):
+            self._mark()
+            time.sleep(min(LONGEST_REST_S, self._worked_s * self._rest_per_work))
+            self._woke_s = time.perf_counter()
+        else:
+            self._mark()
+        self._worked_s = 0.0
+
+    def _mark(self) -> None:
+        """Measure from here on what others compute."""
+        self._marked_s = self._woke_s = time.perf_counter()
+        self._process_s, self._thread_s = time.process_time(), time.thread_time()
 
 
 class _Pace:

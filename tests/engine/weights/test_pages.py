@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from firstlight.engine.weights import pages as module
 from firstlight.engine.weights.pages import HUGE_PAGE_BYTES, Pages, aligned, backed_bytes, reserve
 from tests.waiting import PATIENCE_S, until
 
@@ -182,3 +183,56 @@ def test_stopping_leaves_nobody_waiting_for_a_page_that_never_comes(monkeypatch:
         assert not thread.is_alive()
     assert len(backed_at) < SIZE // HUGE_PAGE_BYTES
     pages.provide(0, SIZE)
+
+
+class Clocks:
+    """Time as two threads have it that never wait for each other: ours, and others that use `others` cores."""
+
+    def __init__(self, others: float) -> None:
+        self.others, self.now_s, self.own_s, self.others_s = others, 0.0, 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return self.own_s
+
+    def process_time(self) -> float:
+        return self.own_s + self.others_s
+
+    def work(self, seconds: float) -> None:
+        self.own_s += seconds
+        self.sleep(seconds)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.others_s += self.others * seconds
+
+
+@pytest.mark.parametrize(("others", "share"), [(2.0, 0.1), (0.3, 0.1), (0.01, 1.0)])
+@pytest.mark.parametrize("piece_s", [1e-5, 50e-3])
+def test_joining_takes_its_share_of_the_time_while_others_compute(
+    monkeypatch: pytest.MonkeyPatch, others: float, share: float, piece_s: float
+) -> None:
+    clocks = Clocks(others)
+    monkeypatch.setattr(module, "time", clocks)
+    joining = module._Share(module.JOINING_SHARE)
+    for _ in range(2000):
+        clocks.work(piece_s)
+        joining.rest()
+    assert clocks.own_s / clocks.now_s == pytest.approx(share, rel=0.1)
+
+
+def test_joining_rests_once_more_at_most_when_the_others_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(1.0)
+    monkeypatch.setattr(module, "time", clocks)
+    joining = module._Share(module.JOINING_SHARE)
+    for _ in range(10):
+        clocks.work(4e-3)
+        joining.rest()
+    assert clocks.now_s == pytest.approx(10 * 40e-3)
+    clocks.others = 0.0
+    for _ in range(10):
+        clocks.work(4e-3)
+        joining.rest()
+    assert clocks.now_s == pytest.approx(11 * 40e-3 + 9 * 4e-3)
