@@ -68,6 +68,10 @@ TINY: dict[str, Tiny] = {
             mlp_bias=True,
         )
     ),
+    "granite_swa": Tiny(_kind("granite_swa", sliding_window=7, layer_types=ALTERNATING, attention_bias=True), 40),
+    "hyperclovax": Tiny(_kind("hyperclovax", logits_scaling=0.7, residual_multiplier=0.3, attention_multiplier=0.4)),
+    "exaone": Tiny(_kind("exaone", attention_bias=True, mlp_bias=True, head_dim=12)),
+    "jais2": Tiny(_kind("jais2", head_dim=8)),
     "helium": Tiny(_kind("helium", head_dim=8, attention_bias=True)),
     "internlm3": Tiny(_kind("internlm3", head_dim=12, qkv_bias=True, bias=True)),
     "ministral3": Tiny(
@@ -379,6 +383,9 @@ MESHES: dict[str, tuple[str, ...]] = {
     "glm4": ("tp2 pp2",),
     "gpt2": ("tp2", "pp2"),
     "granite": ("tp2 pp2",),
+    "hyperclovax": ("tp2 pp2",),
+    "exaone": ("tp2 pp2",),
+    "jais2": ("tp2 pp2",),
     "llama4": ("tp2 ep2", "pp2"),
     "olmo2": ("tp2 pp2", "tp4"),  # two key heads: at tp 4 each counts twice in the mean of squares
     "phi": ("tp2 pp2",),

@@ -251,6 +251,28 @@ TINY: dict[str, Tiny] = {
         )
     ),
     "axk1": Tiny(_without(_moe("axk1", **GROUPED, **LATENT), "head_dim", first_k_dense_replace=1)),
+    "sarvam_moe": Tiny(_moe("sarvam_moe", **GROUPED, attention_bias=True)),
+    "sarvam_mla": Tiny(_without(_moe("sarvam_mla", **GROUPED, **LATENT), "head_dim")),
+    "mellum": Tiny(
+        _moe(
+            "mellum",
+            num_local_experts=8,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+        )
+    ),
+    "granitemoe_swa": Tiny(
+        _moe(
+            "granitemoe_swa",
+            num_local_experts=8,
+            shared_intermediate_size=24,
+            attention_multiplier=0.4,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            layer_rope_theta=[0, 10000.0, 300.0],
+        )
+    ),
 }
 MESHES: dict[str, tuple[str, ...]] = {
     "qwen2_moe": ("tp2", "ep2", "tp2 ep2", "pp2"),
@@ -270,5 +292,8 @@ MESHES: dict[str, tuple[str, ...]] = {
     "hy_v3": ("tp2", "tp2 ep2"),
     "afmoe": ("tp2", "tp2 ep2", "pp2"),
     "axk1": ("tp2 ep2", "pp2"),
+    "sarvam_moe": ("tp2 ep2", "pp2"),
+    "mellum": ("tp2 ep2", "pp2"),
+    "granitemoe_swa": ("tp2 ep2", "pp2"),
 }
 STEPPED: tuple[str, ...] = ("gpt_oss", "cohere2_moe", "longcat_flash", "phimoe", "afmoe")

@@ -102,7 +102,7 @@ def extra_layers(config: Config) -> tuple[WeightRule, ...]:
     return tuple(ignored(f"(model.|)layers.{first + index}.{{*}}", reason) for index in range(count))
 
 
-_A, _P = "(model.|)layers.{i}.attention.", "layers.{i}.mixer."
+_A, _P = "(model.|)layers.{i}.(attention|self_attn).", "layers.{i}.mixer."
 _NAMES = {"q_proj": "q", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b", "q_a_proj": "q_a", "q_b_proj": "q_b"}
 ATTENTION_RULES = (
     *in_layers({theirs: f"mixer.{ours}" for theirs, ours in _NAMES.items()}, _A),
@@ -115,7 +115,10 @@ ATTENTION_RULES = (
 RULES = (
     TRUNK
     + ATTENTION_RULES
-    + tuple(msgspec.structs.replace(item, tensor=item.tensor.replace("self_attn", "attention")) for item in DELTA_RULES)
+    + tuple(
+        msgspec.structs.replace(item, tensor=item.tensor.replace("self_attn", "(attention|self_attn)"))
+        for item in DELTA_RULES
+    )
     + DENSE
     + MIXTURE
 )

@@ -173,7 +173,7 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind in ("default", "mrope", None):
         return None
-    kind = {"su": "longrope"}.get(kind, kind)  # the name of Phi-3's first releases
+    kind = {"su": "longrope", "deepseek_yarn": "yarn"}.get(kind, kind)  # names of first releases
     fields = {key: value for key, value in fields.items() if not key.startswith("mrope_")}  # vision families read them
     known = ("linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
     if kind not in known:

@@ -28,6 +28,8 @@ SILENT: Mapping[str, Mapping[str, Any]] = {  # what an architecture's own code t
     "glm_moe_dsa": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "hy_v3": {"num_shared_experts": 1, "router_scaling_factor": 2.826},
     "mistral4": {"n_shared_experts": 1},
+    "sarvam_mla": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    "sarvam_moe": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "solar_open": {"n_shared_experts": 1},
 }
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")

@@ -1,0 +1,28 @@
+"""Jais 2: Llama's attention between LayerNorms, biases everywhere, squared ReLU without a gate."""
+
+from firstlight.engine.model.config import Config
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    TRUNK,
+    activation,
+    decoder,
+    gqa,
+    layer_norm,
+    mlp,
+)
+from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.spec import ModelSpec
+
+
+def spec(config: Config) -> ModelSpec:
+    bias = bool(config.get("attention_bias", True))
+    attention = gqa(config, qkv_bias=bias, output_bias=bias)
+    act = activation(config, default="relu2")
+    feed_forward = mlp(config, activation=act, gated=False, bias=bool(config.get("mlp_bias", True)))
+    norm = layer_norm(config, "layer_norm_eps")
+    return decoder(config, "jais2", lambda i: attention, lambda i: feed_forward, norm=norm)
+
+
+RULES = TRUNK + ATTENTION + DENSE
+FAMILY = Family(name="jais2", model_types=("jais2",), spec=spec, rules=RULES)
