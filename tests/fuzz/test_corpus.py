@@ -28,7 +28,7 @@ def test_the_corpus_is_kept_and_small() -> None:
 def test_seeds_and_their_neighbours(name: str) -> None:
     """Every seed, and what a few changes to its JSON make of it."""
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=150, database=None)
     @given(st.sampled_from(SEEDS[name]), st.integers(0, 2**32), st.integers(0, 3))
     def run(seed: bytes, number: int, times: int) -> None:
         start = 8 if name == "header" else 0

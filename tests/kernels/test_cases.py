@@ -22,6 +22,13 @@ def supported(implementation: Implementation, case: Case, dtype: torch.dtype) ->
     return implementation.supports(situation)[0]
 
 
+def dtypes_of(implementation: Implementation, number: int) -> tuple[torch.dtype, ...]:
+    """Those that a case is tried in; where kernels are interpreted, which is slow, one of the two narrow ones."""
+    if implementation.operator in testing.IN_FLOAT32:
+        return DTYPES[:1]
+    return (DTYPES[0], DTYPES[1 + number % 2]) if INTERPRET and implementation.name == "triton" else DTYPES
+
+
 def combinations() -> list[object]:
     """Every implementation that can run here, with every case small enough for a test."""
     found: list[object] = []
@@ -29,10 +36,8 @@ def combinations() -> list[object]:
         for implementation in implementations(operator):
             if implementation.name == "reference":
                 continue
-            for case in testing.cases(operator):
-                if case.benchmark:
-                    continue
-                for dtype in DTYPES[:1] if operator in testing.IN_FLOAT32 else DTYPES:
+            for number, case in enumerate(case for case in testing.cases(operator) if not case.benchmark):
+                for dtype in dtypes_of(implementation, number):
                     if supported(implementation, case, dtype):
                         title = f"{operator}-{implementation.name}-{case.name}-{str(dtype).removeprefix('torch.')}"
                         found.append(pytest.param(implementation, case, dtype, id=title))

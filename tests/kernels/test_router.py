@@ -51,7 +51,7 @@ def same(ours: tuple[torch.Tensor, torch.Tensor], theirs: tuple[torch.Tensor, ..
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, experts=st.integers(2, 20), data=st.data())
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 def test_mixtral(name: str, seed: int, experts: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))
     config = MixtralConfig(hidden_size=24, num_local_experts=experts, num_experts_per_tok=top_k)
@@ -61,7 +61,7 @@ def test_mixtral(name: str, seed: int, experts: int, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, experts=st.integers(2, 40), normalize=st.booleans(), data=st.data())
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 def test_qwen3_moe(name: str, seed: int, experts: int, normalize: bool, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, min(8, experts)))
     config = Qwen3MoeConfig(hidden_size=24, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=normalize)
@@ -71,7 +71,7 @@ def test_qwen3_moe(name: str, seed: int, experts: int, normalize: bool, data: st
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, group_size=st.integers(2, 6), groups=st.integers(1, 6), normalize=st.booleans(), data=st.data())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_deepseek_v3(name: str, seed: int, group_size: int, groups: int, normalize: bool, data: st.DataObject) -> None:
     best = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, best * group_size))
@@ -101,7 +101,7 @@ def test_deepseek_v3(name: str, seed: int, group_size: int, groups: int, normali
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, top_k=st.integers(1, 6))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6)
 def test_gpt_oss(name: str, seed: int, top_k: int) -> None:
     config = GptOssConfig(hidden_size=24, num_local_experts=12, num_experts_per_tok=top_k)
     theirs = routed(GptOssTopKRouter(config), seed)
@@ -110,7 +110,7 @@ def test_gpt_oss(name: str, seed: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, top_k=st.integers(1, 6), least=st.floats(1e-6, 0.9))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 def test_ernie_divides_by_no_less_than_its_floor(name: str, seed: int, top_k: int, least: float) -> None:
     router = Ernie4_5_MoeTopKRouter(
         Ernie4_5_MoeConfig(hidden_size=24, moe_num_experts=12, moe_k=top_k, moe_norm_min=least)
@@ -122,7 +122,7 @@ def test_ernie_divides_by_no_less_than_its_floor(name: str, seed: int, top_k: in
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, top_k=st.integers(1, 6), normalize=st.booleans())
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 def test_kolibri_chooses_by_logit_and_bias(name: str, seed: int, top_k: int, normalize: bool) -> None:
     router = Kolibri1TopKRouter(
         Kolibri1Config(hidden_size=24, num_local_experts=12, num_experts_per_tok=top_k, norm_topk_prob=normalize)
@@ -135,7 +135,7 @@ def test_kolibri_chooses_by_logit_and_bias(name: str, seed: int, top_k: int, nor
 
 @pytest.mark.parametrize("name", ROUTERS)
 @given(seed=seeds, top_k=st.integers(1, 6), scoring=st.sampled_from(("sqrtsoftplus", "sigmoid")))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 def test_deepseek_v4(name: str, seed: int, top_k: int, scoring: str) -> None:
     """By score and bias, and by a table of token ids."""
     config = DeepseekV4Config(
@@ -157,7 +157,7 @@ def test_deepseek_v4(name: str, seed: int, top_k: int, scoring: str) -> None:
 
 
 @given(seed=seeds, experts=st.integers(2, 20), jitter=st.floats(0.0, 2.0), size=st.sampled_from((0.1, 1.0, 30.0)))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_sparsemixer(seed: int, experts: int, jitter: float, size: float) -> None:
     logits = torch.randn(9, experts, generator=torch.Generator().manual_seed(seed)) * size
     weights, ids = sparsemixer(logits, jitter)

@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 
 from firstlight.workbench.page import notebook_page
 from tests.repo.tree import ROOT
+from tests.waiting import PATIENCE_S
 
 SHOWN = {  # what each page must show
     "10_scan_and_plan_a_giant": ("497,220 tensors", "2,779,931,837,184 parameters", "Memory by rank and role"),
@@ -22,6 +23,7 @@ SHOWN = {  # what each page must show
     "50_profile_and_overlap": ("One decode step", "collectives", "Where a step goes"),
     "60_live_text_and_images": ("A cat.", "pixel_values", "greedy answers under load", "Moo."),
 }
+ON_ONE_RANK = ("20_load_and_memory", "40_verify_and_bisect", "60_live_text_and_images")  # the others show two
 ELSEWHERE = {"00_first_light": "test_first_light.py", "runbook_template": "tests/workbench/test_runbook.py"}
 
 
@@ -37,7 +39,10 @@ def test_it_runs_and_its_page_shows_what_it_found(name: str, tmp_path: Path) -> 
     assert all(not cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     parameters.source += f"\nRUNS = {str(tmp_path / 'runs')!r}"
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    if name in ON_ONE_RANK:
+        parameters.source += "\nTP = 1"
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=300, startup_timeout=int(PATIENCE_S), resources=where).execute()
     nbformat.write(notebook, tmp_path / "executed.ipynb")
     page = notebook_page(tmp_path / "executed.ipynb")
     for words in SHOWN[name]:

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
 from tests.repo.tree import ROOT
+from tests.waiting import PATIENCE_S
 
 NOTEBOOK = ROOT / "notebooks" / "00_first_light.ipynb"
 
@@ -22,7 +23,8 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     runs = tmp_path_factory.mktemp("runs")
     parameters.source += f"\nRUNS = {str(runs)!r}"
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}})
+    where = {"metadata": {"path": str(ROOT)}}
+    client = NotebookClient(notebook, timeout=300, startup_timeout=int(PATIENCE_S), resources=where)
     client.execute()
     notebook.metadata["runs"] = str(runs)
     return notebook

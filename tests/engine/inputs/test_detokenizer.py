@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -16,7 +16,7 @@ from firstlight.engine.inputs.tokenizer import Tokenizer
 from tests.engine.inputs.toys import save_tokenizer
 
 CHARACTER = "🫠".encode()  # F0 9F AB A0
-SETTINGS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=200)
 
 
 @cache

@@ -209,7 +209,7 @@ def test_values_no_step_can_use_are_refused(tmp_path: Path, config: Mapping[str,
 sides = st.integers(1, 3000)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sides, sides, st.sampled_from([8, 14, 28, 32]), st.integers(1, 90_000), st.integers(1, 4_000_000))
 def test_smart_sizes_equal_transformers(height: int, width: int, factor: int, least: int, more: int) -> None:
     """Qwen2-VL's and, counted over two frames, GLM-4V's."""
@@ -222,7 +222,7 @@ def test_smart_sizes_equal_transformers(height: int, width: int, factor: int, le
         assert smart_shape(height, width, factor, least, least + more, frames=2) == theirs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sides, sides, st.integers(1, 500), st.integers(1, 6000))
 def test_sizes_of_tiles_equal_transformers(height: int, width: int, edge: int, longest: int) -> None:
     from transformers.image_processing_utils import select_best_resolution
@@ -241,7 +241,7 @@ def test_sizes_of_tiles_equal_transformers(height: int, width: int, edge: int, l
     assert wide >= shape[1] - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sides, sides, st.booleans())
 def test_a_canvas_holds_the_picture_at_the_scale_it_was_chosen_for(height: int, width: int, largest: bool) -> None:
     """Llama 4's rule, said another way: no canvas enlarges by less without reducing (or by more, if so wished)."""

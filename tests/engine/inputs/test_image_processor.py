@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor
@@ -135,7 +135,7 @@ def test_several_pictures_come_in_one_tensor(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ours, theirs_of(directory, pictures))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 @given(
     height=st.integers(1, 3000),
     width=st.integers(1, 3000),

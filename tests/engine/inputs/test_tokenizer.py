@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -249,7 +249,7 @@ def test_special_tokens_split_where_the_configuration_says_so(tmp_path: Path) ->
     assert ours.token_id("<|im_end|>") not in ours.encode("a<|im_end|>b")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(text=st.text(max_size=40))
 @pytest.mark.parametrize("name", ["text", "spm"])
 def test_any_text_equals_transformers(toys: Path, name: str, text: str) -> None:
@@ -262,7 +262,7 @@ def _pair(directory: Path) -> tuple[Tokenizer, Any]:
     return Tokenizer.open(directory), AutoTokenizer.from_pretrained(directory)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 419), max_size=12), skip=st.booleans())
 def test_any_ids_decode_as_in_transformers(toys: Path, ids: list[int], skip: bool) -> None:
     for name in ("text", "spm"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
@@ -132,7 +132,6 @@ def test_a_cluster_file_that_is_not_there_or_is_no_text(tmp_path: Path) -> None:
     assert refused(str(tmp_path / "name.yaml")).code == "unknown-device"
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20))
 def test_any_text_is_understood_or_refused(text: str) -> None:
     try:

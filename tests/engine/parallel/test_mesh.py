@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
@@ -14,7 +14,6 @@ _size = st.integers(1, 4)
 meshes = st.builds(Mesh, dp=_size, pp=_size, ep=_size, sp=_size, tp=_size)
 
 
-@settings(deadline=None)
 @given(meshes)
 def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
     where = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
@@ -24,7 +23,6 @@ def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
         assert {at.on(axis) for at in where} == set(range(mesh.size(axis)))
 
 
-@settings(deadline=None)
 @given(meshes, st.sets(st.sampled_from(AXES)))
 def test_groups_divide_the_world(mesh: Mesh, axes: set[str]) -> None:
     groups = mesh.groups(*axes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -157,7 +157,6 @@ def names(held: RankPieces) -> set[str]:
 # Stages
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.data())
 def test_stages_cover_all_layers_and_none_could_be_smaller(weights: list[int], data: st.DataObject) -> None:
     """Consecutive, not empty, and the largest is as small as any cut allows (tried by hand over all cuts)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
@@ -13,7 +13,6 @@ from firstlight.engine.parallel.placement import Expert, Shard, Vocab, localize
 _small = st.integers(1, 12)
 
 
-@settings(deadline=None)
 @given(units=_small, width=_small, ranks=_small, replicate=st.booleans())
 def test_shards_cover_a_dim(units: int, width: int, ranks: int, replicate: bool) -> None:
     place = Shard(0, units, replicate=replicate, unit_name="heads")
@@ -38,7 +37,6 @@ def test_shards_cover_a_dim(units: int, width: int, ranks: int, replicate: bool)
     assert held == dict.fromkeys(range(size), max(1, ranks // units))
 
 
-@settings(deadline=None)
 @given(heads=_small, group=_small, tp=_small)
 def test_query_heads_meet_their_key_heads(heads: int, group: int, tp: int) -> None:
     """Query head h attends to key/value head h // group; both must be on the same rank, in step."""
@@ -53,7 +51,6 @@ def test_query_heads_meet_their_key_heads(heads: int, group: int, tp: int) -> No
         assert all((first + i) // group == low + i // per_key for i in range(last - first))
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 60), ranks=_small)
 def test_a_vocabulary_is_padded_behind_and_covered_once(size: int, ranks: int) -> None:
     mesh = Mesh(tp=ranks)
@@ -70,7 +67,6 @@ def test_a_vocabulary_is_padded_behind_and_covered_once(size: int, ranks: int) -
     assert 0 <= Vocab.padded(size, ranks) * ranks - size < ranks
 
 
-@settings(deadline=None)
 @given(count=_small, ep=_small)
 def test_each_expert_has_one_owner(count: int, ep: int) -> None:
     places = [Expert(index, count) for index in range(count)]

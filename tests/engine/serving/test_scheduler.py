@@ -87,7 +87,7 @@ def run_dry(scheduler: Scheduler, most_steps: int) -> int:
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 20))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     wishes=st.lists(sizes, min_size=1, max_size=30),
     aborts=st.lists(st.integers(0, 29), max_size=10),
@@ -236,7 +236,7 @@ def test_running_dry_frees_everything() -> None:
     assert scheduler.num_running == scheduler.num_waiting == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     picture=st.integers(1, 12),

@@ -25,7 +25,7 @@ def prompt(shapes: list[tuple[int, int, int]], first: int) -> tuple[list[int], S
     return types, Seen(0, len(types), tuple(spans), merged), torch.tensor(grids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=pictures, first=st.integers(0, 5), cut=st.floats(0, 1))
 def test_positions_are_those_of_transformers(shapes: list[tuple[int, int, int]], first: int, cut: float) -> None:
     types, part, grids = prompt(shapes, first)
@@ -44,7 +44,7 @@ def test_positions_are_those_of_transformers(shapes: list[tuple[int, int, int]],
     torch.testing.assert_close(torch.cat(pieces, dim=1), found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=pictures, cut=st.floats(0, 1))
 def test_rows_and_groups_of_a_cut_prompt(shapes: list[tuple[int, int, int]], cut: float) -> None:
     """Rows count within a batch, behind the tokens of other sequences; groups count within a sequence."""

@@ -45,7 +45,7 @@ def test_numbers_are_those_that_codes_and_scales_stand_for(name: str, shape: tup
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_box_is_that_part_of_the_whole(name: str, data: st.DataObject) -> None:
     """Cut at any row and column, in the middle of words and of blocks, shapes of partial last blocks included."""
     format_ = FORMATS[name]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -388,7 +388,6 @@ def hold(path: Path) -> None:
         assert path.stat().st_size == 8 + length + data_bytes
 
 
-@settings(deadline=None)
 @given(_headers, st.integers(0, 64))
 def test_any_json_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], body: int
@@ -398,7 +397,6 @@ def test_any_json_is_read_or_refused(
     hold(path)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.one_of(st.none(), st.integers(0, 2**64 - 1), st.integers(0, 300)))
 @example(b"{", 2**63)
 @example(b'{"__metadata__":{}}', None)
@@ -410,7 +408,6 @@ def test_any_bytes_are_read_or_refused(
     hold(path)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_one_byte_changed_is_never_an_accident(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     good = raw(entries({"a": [4], "b.weight": [2, 3], "c": []}), 44)

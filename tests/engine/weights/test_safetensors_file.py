@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_the_library(tmp_path: Path) -> None:
     same(safetensors.numpy.load_file(tmp_path / "ours"), ARRAYS)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     tensors=st.dictionaries(
         st.text(st.characters(codec="utf-8"), max_size=6).filter(lambda name: name != "__metadata__"),
@@ -100,7 +100,7 @@ def test_dtypes_numpy_lacks_travel_as_bits(tmp_path: Path, tag: str, dtype: torc
         np.testing.assert_array_equal(back.float32(), values.float().numpy())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=st.floats(width=32))
 def test_bfloat16_rounds_as_torch_does(value: float) -> None:
     ours = bfloat16(np.array([value], dtype=np.float32)).float32()

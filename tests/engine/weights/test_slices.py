@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -26,7 +26,6 @@ def info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:
     return TensorInfo("t", dtype, shape, "f", 1000, math.prod(shape) * 4)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.lists(_cut, max_size=4))
 def test_runs_are_what_numpy_takes(shape: tuple[int, ...], slices: list[slice]) -> None:
     slices = slices[: len(shape)]
