@@ -37,6 +37,9 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@# An interrupt that comes before Python runs a line of ours would end in words of Python's; where env can, it waits.
+	@if env --block-signal=INT,TERM true 2>/dev/null; then \
+		sed -i '1{/env -S/!s|^#!|#!/usr/bin/env -S --block-signal=INT,TERM |}' $(BIN)/firstlight; fi
 	@touch $@
 
 .PHONY: up

@@ -76,6 +76,7 @@ CODES: dict[str, str] = {
     "engine-failed": "the engine did not start or failed",
     "earlier-rung-failed": "a rung of the ladder below failed",
     "not-available": "a part that this machine or build does not have",
+    "interrupted": "a verb was interrupted before it was over",
     "internal-fault": "a fault of Firstlight itself",
 }
 

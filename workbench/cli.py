@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import argparse
 
-    from firstlight.engine.errors import Refused
+    from firstlight.workbench.outlet import Outlet
     from firstlight.workbench.report import Report
     from firstlight.workbench.session import Session
 
@@ -53,24 +54,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     from firstlight.workbench.interrupts import listening
+    from firstlight.workbench.outlet import Outlet, leave_stdout
 
+    outlet = Outlet(words)
     try:
         with listening():
-            return _main(words)
+            return _main(words, outlet)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        _write_interrupted(words, outlet)
         if argv is None:
             _leave_others_behind()
         return 130
     except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_stdout()
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one, in a sentence
-        from firstlight.workbench.face import say_refused
-        from firstlight.workbench.faults import fault_of
+        return _last_resort(words, outlet, error)
 
-        say_refused([fault_of(error)], lead="failed")
-        return 1
+
+def _last_resort(words: list[str], outlet: Outlet, error: Exception) -> int:
+    """What went wrong outside of any verb, or while it was told: standard output that takes no more, say."""
+    from firstlight.workbench.face import say_refused
+    from firstlight.workbench.faults import report_of
+    from firstlight.workbench.outlet import leave_stdout
+
+    report = report_of(words[0] if words else "", "", error)
+    say_refused(report.findings, lead=report.status)
+    if isinstance(error, OSError):
+        leave_stdout()
+    else:
+        _write(report, outlet)
+    return report.exit_status
+
+
+def _write_interrupted(words: list[str], outlet: Outlet) -> None:
+    """The report of a verb that was interrupted before it had one."""
+    if outlet.is_done:
+        return
+    from firstlight.workbench.report import interruption
+
+    _write(interruption(words[0]), outlet)
+
+
+def _write(report: Report, outlet: Outlet) -> None:
+    from firstlight.engine.errors import Refused
+
+    with contextlib.suppress(Refused, BrokenPipeError):  # one message is enough
+        outlet.write(report)
 
 
 def _leave_others_behind() -> None:
@@ -98,7 +129,7 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def _main(words: list[str]) -> int:
+def _main(words: list[str], outlet: Outlet) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -113,29 +144,17 @@ def _main(words: list[str]) -> int:
 
     try:
         if is_one_of_many():
-            return _run_launched(words[0], words[1:])
-        return _run_verb(words[0], words[1:])
+            return _run_launched(words[0], words[1:], outlet)
+        return _run_verb(words[0], words[1:], outlet)
     except Refused as refused:  # before the verb's own report could be made
+        from firstlight.workbench.report import refusal
+
         say_refused(refused.findings)
-        _write_refusal(words, refused)
+        _write(refusal(words[0], "", refused), outlet)
         return 2
 
 
-def _write_refusal(words: list[str], refused: Refused) -> None:
-    """The report of a call that could not be understood, where it says plainly where reports go."""
-    from firstlight.engine.errors import Refused
-    from firstlight.workbench.arguments import value_of
-    from firstlight.workbench.report import refusal
-    from firstlight.workbench.session import write_json
-
-    destination = value_of("--json", words)
-    if destination is None:
-        return
-    with contextlib.suppress(Refused):  # one message is enough
-        write_json(refusal(words[0], "", refused), destination)
-
-
-def _run_verb(verb: str, words: list[str]) -> int:
+def _run_verb(verb: str, words: list[str], outlet: Outlet) -> int:
     from firstlight.engine.errors import FirstlightError
     from firstlight.workbench import arguments as parsing
     from firstlight.workbench.face import Face
@@ -144,7 +163,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
 
     command = load_command(verb)
     parsed = parsing.parse(verb, command, words)
-    session = Session(Face(parsed.quiet, parsed.json == "-"), force=parsed.force)
+    session = Session(Face(parsed.quiet, outlet.is_stdout), force=parsed.force, outlet=outlet)
     if parsed.json is not None:
         refuse_unwritable(parsed.json)
     try:
@@ -159,13 +178,13 @@ def _run_verb(verb: str, words: list[str]) -> int:
         except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one
             report = report_of(verb, _title(parsed), error, session.run)
         brief = getattr(command, "SHOWS_ITSELF", False)
-        return session.finish(report, parsed.json, brief).exit_status
+        return session.finish(report, brief).exit_status
     finally:
         session.close()
         _fall_back(None)
 
 
-def _run_launched(verb: str, words: list[str]) -> int:
+def _run_launched(verb: str, words: list[str], outlet: Outlet) -> int:
     """One of several processes that a launcher started: rank 0 runs the verb, the others are its ranks."""
     from firstlight.engine.parallel.cluster import launched
     from firstlight.engine.serving.launched import leading, obey
@@ -173,9 +192,10 @@ def _run_launched(verb: str, words: list[str]) -> int:
 
     place = launched()
     assert place is not None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a launcher means it at once, in the middle of a collective too
     if place.rank == 0:
         with leading(place):
-            status = _run_verb(verb, words)
+            status = _run_verb(verb, words, outlet)
     else:
         parsed = parsing.parse(verb, load_command(verb), words)
         _mirror(parsed)

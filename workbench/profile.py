@@ -15,12 +15,13 @@ from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 
 PHASES = ("prefill", "decode")
+DEFAULT_PROMPT = 128  # tokens
 
 
 def profile(
     engine: EngineLike,
     *,
-    prompt_tokens: int = 128,
+    prompt_tokens: int | None = None,
     decode_steps: int = 8,
     batch: int = 1,
     bandwidth: bool = True,
@@ -28,14 +29,16 @@ def profile(
 ) -> Report:
     """Times prefill and decode of made-up sequences: compute, communication and waiting, by operator and by layer.
 
-    `bandwidth`: also measures what this machine reads from memory in a second, and states decode as a part of it.
+    `prompt_tokens` None: 128, or as many as the context has room for; more than that is `Refused`. `bandwidth`: also
+    measures what this machine reads from memory in a second, and states decode as a part of it.
     """
     progress = progress or Progress("profile")
     info = engine.info()
     draft = Draft("profile", f"{info.model}, {info.mesh.describe()}, {info.dtype} on {info.device}")
     progress("measure prefill and decode")
-    room = max(1, info.max_context - decode_steps - 1)
-    ranks: Sequence[RankProfile] = engine.profile(min(prompt_tokens, room), decode_steps, batch)
+    if prompt_tokens is None:
+        prompt_tokens = max(1, min(DEFAULT_PROMPT, info.max_context - decode_steps - 1))
+    ranks: Sequence[RankProfile] = engine.profile(prompt_tokens, decode_steps, batch)
     _figures(draft, ranks, batch)
     measured = None
     if bandwidth and "cpu" in info.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import math
 import os
 import time
@@ -222,6 +223,13 @@ def failure(verb: str, title: str, error: RankFailure) -> Report:
     return draft.close("failed")
 
 
+def interruption(verb: str) -> Report:
+    """The report of a verb that was interrupted before it had one."""
+    draft = Draft(verb, "")
+    draft.find(fatal("interrupted", f"{verb} was interrupted", expected="it goes on to its end", next="call it again"))
+    return draft.close("failed")
+
+
 def now_iso() -> str:
     """Now as ISO 8601 in UTC, to the millisecond."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
@@ -283,14 +291,15 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> Path:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise Refused(
             fatal(
                 "not-found",
                 f"{target} cannot be written: {error.strerror}",
                 file=str(target),
-                expected="a folder that exists and may be written",
+                expected=f"room for {len(data):,} bytes" if is_full else "a folder that exists and may be written",
                 found=error.strerror or str(error),
-                next="name another file",
+                next="make room, or name a place on another disk" if is_full else "name another file",
             )
         ) from error
     return target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.face import Face
+from firstlight.workbench.outlet import Outlet
 from firstlight.workbench.progress import Progress
-from firstlight.workbench.report import Report, write_atomically
+from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run
 
 
@@ -27,6 +28,7 @@ class Session:
     force: bool = False
     forced: bool = False
     has_said_all: bool = False  # the verb has shown its report itself
+    outlet: Outlet = field(default_factory=lambda: Outlet(()))
 
     def progress(self, rung: str) -> Progress:
         """Progress that goes to the live view and, with a run, to its events."""
@@ -40,15 +42,14 @@ class Session:
         if self.run is not None:
             self.forced = self.run.require(verb, self.force)
 
-    def finish(self, report: Report, json_file: str | None = None, brief: bool = False) -> Report:
+    def finish(self, report: Report, brief: bool = False) -> Report:
         """Shows the report, appends it to the run and writes it where --json asks."""
         if self.forced:
             report = msgspec.structs.replace(report, forced=True)
         if self.run is not None:
             report = self.run.with_losses(report)
             self.run.add(report)
-        if json_file is not None:
-            write_json(report, json_file)
+        self.outlet.write(report)
         if brief:
             self.face.brief(report)
         elif not self.has_said_all:
@@ -65,21 +66,10 @@ class Session:
         self.run.events.put(event)
 
 
-def write_json(report: Report, destination: str) -> None:
-    """Writes a report to a file, or to standard output for `-`."""
-    if destination == "-":
-        import sys
-
-        sys.stdout.write(report.to_json().decode())
-        sys.stdout.flush()
-        return
-    write_atomically(Path(destination), report.to_json())
-
-
-def refuse_unwritable(destination: str) -> None:
-    """Refuses a place for the report that cannot be one, before the work whose report it would be."""
-    target = Path(destination)
-    if destination == "-" or (target.exists() and not target.is_dir()):
+def refuse_unwritable(destination: str, option: str = "--json") -> None:
+    """Refuses a place for a file that cannot be one, before the work that would fill it."""
+    target, is_report = Path(destination), option == "--json"
+    if (is_report and destination == "-") or (target.exists() and not target.is_dir()):
         return  # a file that may not be replaced is told when it is written: its folder decides
     folder = target.parent
     found = "a directory" if target.is_dir() else "no such folder" if not folder.is_dir() else None
@@ -89,9 +79,10 @@ def refuse_unwritable(destination: str) -> None:
         raise Refused(
             fatal(
                 "not-found",
-                f"--json {destination!r} cannot be written",
+                f"{option} {destination!r} cannot be written",
                 file=destination,
-                expected="a file in a folder that exists and may be written, or - for standard output",
+                expected="a file in a folder that exists and may be written"
+                + (", or - for standard output" if is_report else ""),
                 found=found,
                 next="name another file",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.stream import EngineFailed
-from firstlight.engine.serving.supervisor import HANDLE, Handle, Order
+from firstlight.engine.serving.supervisor import HANDLE, Handle, Order, is_worthless
 from firstlight.engine.settings import child_environment, read_settings
 
 POLL_S = 0.02
@@ -47,9 +48,14 @@ class Host:
     """One running host: `url`, `token`, `pids` of its ranks, `run_dir` with its logs and its handle (`host.json`)."""
 
     def __init__(
-        self, run_dir: str | Path, process: subprocess.Popen[bytes] | None = None, kept_fd: int | None = None
+        self,
+        run_dir: str | Path,
+        process: subprocess.Popen[bytes] | None = None,
+        kept_fd: int | None = None,
+        is_temporary: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
+        self._is_temporary, self._is_cleared = is_temporary, False
         self.handle = read_handle(self.run_dir)
         self._process = process
         self._kept_fd = kept_fd  # it closes with this process, which tells the supervisor
@@ -69,9 +75,10 @@ class Host:
     ) -> Host:
         """Start the ranks and return as soon as they are being watched; `wait_ready` waits for the engine.
 
-        `run_dir` gets logs and handle (default: a new folder in the runtime directory). A host that is not `detached`
-        ends with this process. `options` are those of `EngineOptions`; `http` says where to listen and how to watch; a
-        token is made up unless there is one or `make_token` is off. Raises `Refused`.
+        `run_dir` gets logs and handle (default: a new folder in the runtime directory, which goes with the host unless
+        it failed or is detached). A host that is not `detached` ends with this process. `options` are those of
+        `EngineOptions`; `http` says where to listen and how to watch; a token is made up unless there is one or
+        `make_token` is off. Raises `Refused`.
         """
         settings = read_settings()
         http = http or HostOptions()
@@ -82,15 +89,18 @@ class Host:
         directory = _new_directory(settings.runtime_dir) if run_dir is None else Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / HANDLE).unlink(missing_ok=True)
-        process, kept_fd = _spawn(engine, http, directory, detached)
+        is_temporary = run_dir is None and not detached
+        process, kept_fd = _spawn(engine, http, directory, detached, is_temporary)
         try:
             _await_handle(directory, process)
-            return cls(directory, process, kept_fd)
-        except BaseException:  # interrupted, say: nothing is left
+            return cls(directory, process, kept_fd, is_temporary)
+        except BaseException as error:  # interrupted, say: nothing is left
             process.kill()
             process.wait()
             if kept_fd is not None:
                 os.close(kept_fd)
+            if is_temporary and not isinstance(error, RankFailure):
+                shutil.rmtree(directory, ignore_errors=True)
             raise
 
     @classmethod
@@ -129,8 +139,9 @@ class Host:
         return self.refresh().pids
 
     def refresh(self) -> Handle:
-        """The handle as it is now."""
-        self.handle = read_handle(self.run_dir)
+        """The handle as it is now, or as it was when the host went."""
+        if not self._is_cleared:
+            self.handle = read_handle(self.run_dir)
         return self.handle
 
     def client(self) -> EngineClient:
@@ -198,6 +209,10 @@ class Host:
         if self._client is not None:
             self._client.close()
             self._client = None
+        if self._is_temporary and not self._is_cleared:
+            self._is_cleared = is_worthless(self.refresh())
+            if self._is_cleared:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def release(self) -> None:
         """Let go of a detached host, which goes on; `attach` finds it again."""
@@ -307,7 +322,7 @@ def _new_directory(runtime_dir: Path) -> Path:
 
 
 def _spawn(
-    engine: EngineOptions, http: HostOptions, directory: Path, detached: bool
+    engine: EngineOptions, http: HostOptions, directory: Path, detached: bool, is_temporary: bool
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """The supervisor, in a session of its own so that an interrupt of a terminal or notebook does not reach it."""
     owner_fd, kept_fd = (None, None) if detached else os.pipe()
@@ -317,6 +332,7 @@ def _spawn(
         run_dir=str(directory),
         owner_pid=None if detached else os.getpid(),
         owner_fd=owner_fd,
+        is_temporary=is_temporary,
     )
     with (directory / "host.log").open("ab") as log:
         process = subprocess.Popen(

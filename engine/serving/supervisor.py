@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -34,13 +35,17 @@ PR_SET_PDEATHSIG = 1
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a supervisor is told to do; `owner_pid` and `owner_fd` are None when it is detached."""
+    """What a supervisor is told to do; `owner_pid` and `owner_fd` are None when it is detached.
+
+    `is_temporary`: the run directory was made for this host alone and goes with it.
+    """
 
     engine: EngineOptions
     host: HostOptions
     run_dir: str
     owner_pid: int | None = None
     owner_fd: int | None = None
+    is_temporary: bool = False
 
 
 class Handle(msgspec.Struct, kw_only=True):
@@ -67,6 +72,11 @@ class Handle(msgspec.Struct, kw_only=True):
         draft.replace(path)
 
 
+def is_worthless(handle: Handle) -> bool:
+    """Whether nobody will look into the directory of a host that ended: it did not fail, or its findings tell all."""
+    return handle.failure is None or bool(handle.failure.findings)
+
+
 def main() -> int:
     """Read an `Order` from standard input and carry it out; 0 when the host was stopped, 1 when it failed."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
@@ -79,6 +89,8 @@ def main() -> int:
         return supervisor.watch()
     finally:
         supervisor.kill_all()
+        if order.is_temporary and supervisor.is_alone and is_worthless(supervisor.handle):
+            shutil.rmtree(order.run_dir, ignore_errors=True)  # its owner can no longer
 
 
 class Supervisor:
@@ -101,6 +113,11 @@ class Supervisor:
         self._pids: dict[int, int] = {}  # of ranks that live
         self._left = False
         self._reported: Failure | None = None  # by a rank itself
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the owner has gone."""
+        return self.order.owner_pid is not None and self._owner_is_gone()
 
     def fork(self, run_rank: object) -> None:
         """Start every rank. Nothing here has threads yet, so a fork is a whole process."""

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from firstlight.workbench import cli
 from firstlight.workbench.arguments import parser_of
 from firstlight.workbench.cli import VERBS, load_command, main
+from firstlight.workbench.outlet import Outlet
 from firstlight.workbench.report import Report
 
 Get = Callable[[str], Path]
@@ -59,6 +61,10 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("plan", FACTS, "--tp", "two"), "'two' is not a whole number"),
         (("plan", FACTS, "--cluster", "8H200"), "is not understood"),
         (("plan", FACTS, "--cluster", "8xH200x"), "names no device"),
+        (("plan", FACTS, "--cluster", ""), "--cluster '' is not understood"),
+        (("serve", "x", "--port", "65536"), "'65536' is not a port from 0 to 65535"),
+        (("dashboard", ".", "--port", "-1"), "'-1' is not a port"),
+        (("load", "x", "--hosts", "a,b"), "load reads on this machine alone"),
         (("generate", "x", "--prompt", "a", "--dtype", "int3"), "'int3' is not one of auto, bf16, f16, f32"),
         (("generate", "x"), "there is no prompt"),
         (("generate", "x", "--prompt", "a", "--image", "no.png"), "the picture no.png is not there"),
@@ -84,6 +90,7 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("dashboard", "no/such/dir"), "no/such/dir is not there"),
         (("dashboard", ".", "--host", "0.0.0.0"), "without a token"),
         (("preprocess", "x", "--prompt", "a"), "--out is missing"),
+        (("preprocess", ".", "--prompt", "a", "--out", "no/such/dir/o"), "--out 'no/such/dir/o' cannot be written"),
         (("scan", "x", "--config", "no.yaml"), "no.yaml cannot be read"),
     ],
 )
@@ -199,6 +206,9 @@ def test_a_configuration_file_sets_what_flags_do_not(tmp_path: Path, capsys: pyt
         ("dtype: bf16\ndtype: f32", "'dtype' stands twice"),
         ("mesh: {tp: 1, tp: 2}", "'tp' stands twice"),
         ("json: x", "unknown key 'json'"),
+        ("max_batch: 3\nlimits: {max_batch: 4}", "max_batch has a value that cannot be used"),
+        ("page_size: many", "page_size has a value that cannot be used"),  # plan has none: other verbs do
+        ("cache: {page_size: {a: 1}}", "page_size has a value that cannot be used"),
     ],
 )
 def test_configuration_files_are_checked_as_flags_are(
@@ -259,16 +269,20 @@ def test_interrupts_and_faults_have_their_own_status(
 
 
 @pytest.mark.parametrize("root", [True, False])
-def test_the_notebooks_open_for_whoever_asks(root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebooks_open_for_whoever_asks(
+    root: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Jupyter refuses root unless told; in a container there is nobody else, and often no browser."""
     called: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
     lab = load_command("lab")
-    lab.run(parser_of("lab", lab).parse_args(["--no-browser"]), SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(outlet=Outlet(("lab", "--json", "-")), close=lambda: None)
+    lab.run(parser_of("lab", lab).parse_args(["--no-browser"]), session)
     words = called[0][1:]
     assert words[:2] == ["-m", "jupyterlab"]
     assert words[3:] == ["--no-browser", *(["--allow-root"] if root else [])]
+    assert json.loads(capsys.readouterr().out)["verb"] == "lab"
 
 
 def _seconds(*commands: list[str]) -> list[float]:

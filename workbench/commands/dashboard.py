@@ -9,8 +9,9 @@ from typing import NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.workbench.commands import options
 from firstlight.workbench.report import Draft
-from firstlight.workbench.session import Session, write_json
+from firstlight.workbench.session import Session
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory, or a folder of them (default: runs)",
     )
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", metavar="P", type=int, default=5006, help="port to listen on (default 5006)")
+    parser.add_argument("--port", metavar="P", type=options.port, default=5006, help="port to listen on (default 5006)")
     parser.add_argument("--token", metavar="T", help="token that a browser must bring; needed beyond loopback")
 
 
@@ -57,7 +58,6 @@ def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
     session.face.line(f"{address}  shows {folder}; interrupt to stop")
     draft = Draft("dashboard", str(folder))
     draft.metric("url", address, "")
-    if arguments.json is not None:
-        write_json(draft.close(), arguments.json)
+    session.outlet.write(draft.close())
     server.run_until_shutdown()
     raise KeyboardInterrupt  # a signal, of which the server has taken note, is the only end

@@ -11,11 +11,13 @@ from typing import NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.workbench.commands import options
+from firstlight.workbench.report import Draft
 from firstlight.workbench.session import Session
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, metavar="P", help="port of the notebook server")
+    parser.add_argument("--port", type=options.port, metavar="P", help="port of the notebook server")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
 
 
@@ -39,5 +41,8 @@ def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
         command.append("--no-browser")
     if os.geteuid() == 0:  # in a container, say: Jupyter would not start without being told so
         command.append("--allow-root")
+    draft = Draft("lab", str(folder))
+    draft.metric("notebooks", str(folder), "")
+    session.outlet.write(draft.close())
     session.close()
     os.execv(sys.executable, command)

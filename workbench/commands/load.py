@@ -8,10 +8,24 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal, note
+from firstlight.workbench.arguments import stated
 from firstlight.workbench.commands import options
 from firstlight.workbench.commands.verify import layers
 from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session
+
+UNUSED = (
+    "residency",
+    "weights_budget",
+    "operator",
+    "max_context",
+    "max_batch",
+    "token_budget",
+    "page_size",
+    "num_pages",
+    "threads",
+    "expert_exchange",
+)  # options of engines that loading alone has no use for
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +44,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     mesh = options.mesh_of(arguments)
+    if arguments.hosts is not None:
+        raise Refused(
+            fatal(
+                "usage",
+                "load reads on this machine alone, not on other hosts",
+                expected="no --hosts",
+                found=f"--hosts {','.join(arguments.hosts)}",
+                next="leave --hosts out, or start load on every host through a launcher (torchrun)",
+            )
+        )
     if arguments.rank is not None:
         from firstlight.workbench.one_rank import one_rank
 
@@ -74,12 +98,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
 
 def _with_unused(report: Report, arguments: argparse.Namespace) -> Report:
     """Says which options of engines were asked for in vain: nothing computes here, and nothing comes and goes."""
-    asked = {
-        "--residency": arguments.residency not in (None, "resident"),
-        "--weights-budget": arguments.weights_budget is not None,
-        "--operator": bool(arguments.operator),
-    }
-    unused = [option for option, is_asked in asked.items() if is_asked]
+    unused = [f"--{name.replace('_', '-')}" for name in UNUSED if name in stated("load", arguments.words)]
     if not unused:
         return report
     said = note(

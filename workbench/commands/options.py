@@ -287,6 +287,13 @@ def positive(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """A number of a port."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
 def hosts(text: str) -> tuple[str, ...]:
     """`a,b`, or what a cluster file calls `hosts`."""
     if text.endswith((".yaml", ".yml")):

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     ranks = mesh.world_size if mesh is not None else 1
     return plan(
         arguments.checkpoint,
-        parse_cluster(arguments.cluster) if arguments.cluster else this_cluster(ranks),
+        parse_cluster(arguments.cluster) if arguments.cluster is not None else this_cluster(ranks),
         mesh,
         context=arguments.context,
         concurrency=arguments.concurrency,

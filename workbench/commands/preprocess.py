@@ -8,7 +8,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
-from firstlight.workbench.session import Session
+from firstlight.workbench.session import Session, refuse_unwritable
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             raise Refused(
                 fatal("usage", f"--{name} is missing", expected=f"--{name}", found="none", next=f"add --{name}")
             )
+    refuse_unwritable(arguments.out, "--out")
     options.refuse_absent_directory(arguments.checkpoint)
     options.refuse_absent_pictures(arguments.image)
     prepared = preprocess(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
-from firstlight.workbench.session import Session, write_json
+from firstlight.workbench.session import Session
 
 LOOK_PERIOD_S = 0.5
 DEADLINE_S = 10.0
@@ -19,7 +19,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
     group = parser.add_argument_group("http")
     group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    group.add_argument("--port", metavar="P", type=int, default=8000, help="0 takes any free one (default 8000)")
+    group.add_argument(
+        "--port", metavar="P", type=options.port, default=8000, help="0 takes any free one (default 8000)"
+    )
     group.add_argument("--token", metavar="T", help="bearer token that clients must send; needed beyond loopback")
     group.add_argument("--model-name", metavar="NAME", help="what /v1/models calls the model")
     group.add_argument(
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         model_name=arguments.model_name,
         deadline_s=arguments.deadline,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # under a launcher as well
     folder = session.run.directory / "engine" if session.run is not None else None
     began_s = time.perf_counter()
     host = start_host(
@@ -50,8 +52,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     )
     try:
         report = start_report(host.client(), time.perf_counter() - began_s, f"host in {host.run_dir}", host.url)
-        if arguments.json is not None:
-            write_json(report, arguments.json)
+        session.outlet.write(report)
         session.face.line(f"{host.url}  serves {Path(arguments.checkpoint).name} on {len(host.pids)} ranks")
         options.say_fallback(session, host.client().info())
         session.face.aside("the OpenAI routes are at /v1; interrupt to stop")

@@ -234,8 +234,11 @@ def test_only_loopback_is_open_without_a_token() -> None:
         HostOptions(host=host)
 
 
-def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_path: Path) -> None:
-    with Host.start(checkpoint("llama"), run_dir=tmp_path / "run", make_token=False, threads=1) as host:
+def test_without_a_token_only_this_machine_may_be_named(
+    checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_RUNTIME", str(tmp_path))
+    with Host.start(checkpoint("llama"), make_token=False, threads=1) as host:
         host.wait_ready(READY_S)
         assert httpx.get(f"{host.url}/v1/models", timeout=PATIENCE_S).status_code == 200
         rebound = httpx.get(f"{host.url}/v1/models", headers={"Host": "evil.example"}, timeout=PATIENCE_S)
@@ -244,9 +247,11 @@ def test_without_a_token_only_this_machine_may_be_named(checkpoint: Get, tmp_pat
         assert forged.status_code == 403
         assert httpx.get(f"{host.url}/v1/models", headers={"Origin": host.url}, timeout=PATIENCE_S).status_code == 200
         taken = int(host.url.rpartition(":")[2])
-        second = Host.start(checkpoint("llama"), run_dir=tmp_path / "two", http=HostOptions(port=taken))
+        second = Host.start(checkpoint("llama"), http=HostOptions(port=taken))
         with second, pytest.raises(Refused, match="cannot listen"):
             second.wait_ready(READY_S)
+    assert host.health().status == "stopped"
+    assert not list(tmp_path.iterdir()), "a folder that was made for a host outlives it"
 
 
 CROSSED = Groups(name="crossed", parts=((0, 3), (1, 2)))  # neighbours on no axis
