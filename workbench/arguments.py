@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal, is_text, printable
@@ -41,6 +41,10 @@ class Parser(argparse.ArgumentParser):
             fatal("usage", f"{self.prog}: {message}", next=f"{self.prog} --help tells what there is")
         ) from None
 
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """Says at once where nothing can be written; argparse would not."""
+        print(self.format_help(), end="", file=file, flush=True)
+
     @property
     def options(self) -> dict[str, argparse.Action]:
         """Every option by the name of its value."""
@@ -64,7 +68,20 @@ def parse(verb: str, command: Command, words: Sequence[str]) -> argparse.Namespa
             refuse_unknown("option", word.partition("=")[0], parser.flags, f"firstlight {verb} --help lists them")
     if left:
         parser.error(f"{left[0]!r} is one argument too many")
+    parsed.words = tuple(words)
     return parsed
+
+
+def stated(verb: str, words: Sequence[str]) -> frozenset[str]:
+    """Options that words or their configuration file name, be it with the default: what they say comes first."""
+    command = load_command(verb)
+    parser = parser_of(verb, command)
+    file = value_of("--config", words)
+    of_file = {name for name, value in read_config(file).items() if value is not None} if file is not None else set()
+    for action in parser.options.values():
+        action.default = argparse.SUPPRESS
+        action.required = False
+    return frozenset(vars(parser.parse_known_args(list(words))[0])) | (of_file & parser.options.keys())
 
 
 def parser_of(verb: str, command: Command) -> Parser:
@@ -126,7 +143,7 @@ def read_config(path: str) -> dict[str, Any]:
                 next="write one option a line, by its name: dtype: bf16",
             )
         )
-    return dict(_flatten(path, raw))
+    return _settings(path, raw)
 
 
 def refuse_unknown(what: str, word: str, known: Iterable[str], next: str, file: str | None = None) -> NoReturn:
@@ -189,12 +206,24 @@ def _flatten(path: str, raw: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:
             refuse_unknown("key", str(key), (*SECTIONS, *sorted(known)), f"correct {path}", path)
 
 
-def _known_options() -> set[str]:
+def _settings(path: str, raw: Mapping[Any, Any]) -> dict[str, Any]:
+    """Option -> value, each stated once and of a kind that some verb takes."""
+    known, values = _known_options(), dict[str, Any]()
+    for name, value in _flatten(path, raw):
+        if name in values:
+            _refuse_value(path, name, "one value", f"{values[name]!r} and {value!r}, in a section and outside or so")
+        if value is not None and name in known:
+            _converted(path, name, known[name], value)
+        values[name] = value
+    return values
+
+
+def _known_options() -> dict[str, argparse.Action]:
     """Options of all verbs: one file may serve several verbs, each of which takes what it has."""
-    names: set[str] = set()
+    known: dict[str, argparse.Action] = {}
     for verb in VERBS:
-        names |= set(parser_of(verb, load_command(verb)).options)
-    return names - NOT_IN_FILES
+        known = parser_of(verb, load_command(verb)).options | known
+    return {name: action for name, action in known.items() if name not in NOT_IN_FILES}
 
 
 def _take_over(parser: Parser, path: str, values: Mapping[str, Any]) -> None:
