@@ -48,7 +48,7 @@ if __name__ == "__main__":
         "engine_modules": sorted(modules(firstlight.engine)),
         "devices": len(json.loads((facts / "hardware.json").read_text())["accelerators"]),
         "models": len(list((facts / "models").glob("*.json"))),
-        "spawned": queue.get(timeout=60),
+        "spawned": queue.get(timeout=240),
         "torch": "torch" in sys.modules,
     }))
     process.join()
@@ -106,7 +106,7 @@ def _environment(folder: Path) -> Path:
 def _probe(python: Path, root: Path) -> dict[str, object]:
     (root / "probe.py").write_text(PROBE)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = subprocess.run([python, "probe.py"], cwd=root, capture_output=True, text=True, env=clean, timeout=120)
+    run = subprocess.run([python, "probe.py"], cwd=root, capture_output=True, text=True, env=clean, timeout=300)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -158,6 +158,6 @@ def test_the_command_starts_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     python = _environment(tmp_path / "env")
     _pip("install", "--no-deps", "--no-index", wheel, python=python)
     for command in ([python.with_name("firstlight")], [python, "-m", "firstlight.workbench"]):
-        run = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        run = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert run.returncode == 0, run.stderr
         assert "scan" in run.stdout

@@ -289,7 +289,7 @@ def test_the_command_line_is_fast_and_needs_no_tokenizer(checkpoint: Get, golden
         [*command, "--golden", str(golden_file("llama")), "--json", str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONWARNINGS": "error"},
     )

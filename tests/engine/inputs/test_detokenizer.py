@@ -108,19 +108,19 @@ def test_a_space_at_the_start_of_an_answer(toys: Path, name: str) -> None:
 
 def test_only_the_end_of_a_long_prompt_is_read(alphabet: Tokenizer) -> None:
     prompt = list(b"x" * 400_000) + [alphabet.token_id("<image>") or 0] * 4000
-    start = time.perf_counter()
+    start = time.process_time()
     Detokenizer(alphabet, prompt)
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
 
 
 def test_the_cost_of_a_token_does_not_grow(alphabet: Tokenizer) -> None:
     detokenizer = Detokenizer(alphabet, (), ("never",))
 
     def push_many() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(3000):
             detokenizer.push(97)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     first = min(push_many() for _ in range(3))
     for _ in range(10):

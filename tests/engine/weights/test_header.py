@@ -431,8 +431,8 @@ def test_twenty_thousand_tensors_take_less_time_than_plain_json(tmp_path: Path) 
     with path.open("wb") as stream:
         stream.write(raw(text))
         stream.truncate(8 + len(text) + 8 * count)
-    ours = min(timed(lambda: read_header(path)) for _ in range(2))
-    theirs = min(timed(lambda: json.loads(text)) for _ in range(2))
+    ours = min(timed(lambda: read_header(path)) for _ in range(5))
+    theirs = min(timed(lambda: json.loads(text)) for _ in range(5))
     assert len(read_header(path).tensors) == count
     assert ours < 1.5 * theirs, f"{ours:.3f} s against {theirs:.3f} s"
 
