@@ -14,7 +14,7 @@ import msgspec
 
 from firstlight.engine.model.spec import Param
 from firstlight.engine.parallel.placement import Local
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Format, Packing
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Format, Packed, Packing
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.ledger import Ledger, Region
 from firstlight.engine.weights.source import Source
@@ -28,13 +28,17 @@ WISHES: tuple[Wish, ...] = ("auto", "always", "never")
 
 
 class Kept(NamedTuple):
-    """One stored tensor of a weight that stays packed: where it goes, as a parameter, and what is read of it."""
+    """One stored tensor of a weight that stays packed: where it goes, as a parameter, and what is read of it.
+
+    `said`: the weight, where beside its codes stands what it should be.
+    """
 
     param: Param
     local: Local
     tensor: TensorInfo
     region: Region
     packing: Packing | None  # of codes
+    said: Packed | None = None
 
 
 class Share(NamedTuple):
@@ -168,4 +172,5 @@ def _parts(param: Param, local: Local, ledger: Ledger) -> Iterable[Kept]:
         )
         how = msgspec.structs.replace(packing, columns=columns) if not suffix else None
         region = tuple((start, stop, 1) for start, stop in bounds)
-        yield Kept(stored, Local(bounds[-2:], shape), info, region, how)
+        said = source.packed if not suffix and any(part.of_shape for part in source.packed.format.parts) else None
+        yield Kept(stored, Local(bounds[-2:], shape), info, region, how, said)

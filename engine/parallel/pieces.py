@@ -36,7 +36,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A region of a stored tensor and its place: rows [row, row + shape[0]) of `storage`, or of `storage[expert]`.
 
     `shape` is the local shape after `transpose`; `region` counts in the stored tensor, or in the weight that it is the
-    first tensor of, where it is `packed`.
+    first tensor of, where it is `packed`. `said`: the weight that codes are of, where its shape is stored beside them.
     """
 
     param: str
@@ -48,6 +48,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     row: int
     shape: tuple[int, ...]
     packed: Packed | None = None
+    said: Packed | None = None
 
 
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +221,7 @@ def _kept_piece(kept: Kept, mesh: Mesh, row: int) -> Piece:
         expert=_local_expert(kept.param, mesh),
         row=row,
         shape=kept.local.shape,
+        said=kept.said,
     )
 
 

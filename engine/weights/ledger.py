@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,8 +17,9 @@ from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.announced import KEYS, announced
 from firstlight.engine.weights.formats.grid import Packed
+from firstlight.engine.weights.formats.refusing import mapping
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.gaps import (
@@ -37,7 +39,7 @@ from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.lots import Consumed, Parameters, Sources
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
 from firstlight.engine.weights.packed import FLOATS, group, left_out, misfit, weight_name, with_columns
-from firstlight.engine.weights.padding import has_more_rows, padded_findings
+from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padded_findings
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
 from firstlight.engine.weights.wholesale import enter_kinds
@@ -45,6 +47,7 @@ from firstlight.engine.weights.wholesale import enter_kinds
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
 MANY = 20_000  # tensors from which on entries of whole kinds are made only when they are asked for
+ZERO_BIAS = "a bias of zeros, which exporters of codes in words put beside each weight"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are stored
 
 
@@ -135,9 +138,26 @@ def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
         beside = None
         if MODELOPT in checkpoint.side_files:
             beside, _ = read_object(Path(checkpoint.directory), MODELOPT, CONFIG_LIMIT_BYTES)
-        return announced(checkpoint.config, beside), ()
+        return announced(checkpoint.config, beside), tuple(_two_algorithms(checkpoint.config, beside))
     except Refused as refused:
         return Scheme(), refused.findings
+
+
+def _two_algorithms(config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """What ModelOpt says twice, in two files."""
+    said = [
+        mapping(mapping(where).get(key)).get("quant_algo")
+        for where, key in ((config, KEYS[0]), (beside, "quantization"))
+    ]
+    if None not in said and said[0] != said[1]:
+        yield warning(
+            "conflicting-flag",
+            f"config.json names quant_algo {said[0]}, {MODELOPT} {said[1]}; config.json is followed",
+            file=MODELOPT,
+            expected=str(said[0]),
+            found=str(said[1]),
+            next="fetch both from one release",
+        )
 
 
 def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param]) -> dict[str, str]:
@@ -192,6 +212,8 @@ class _Book:
         filled = self._fill(tensor, match, None) if sound else self._broken(tensor, match)
         if filled and sound and not _is_plain(tensor, self.params.get(filled[0])):
             self._wrong(("unsupported-format", "", ", ".join(sorted(FLOATS)), tensor.dtype), tensor, filled[0])
+        elif filled and sound and self._is_matrix(filled[0]):
+            self._not_quantized(tensor)
 
     def enter_packed(self, main: TensorInfo, packed: Packed, match: Match | None) -> None:
         """A weight that lies in several tensors, of which `main` is the first."""
@@ -272,9 +294,14 @@ class _Book:
             region = self.regions[shape] = tuple((0, size, 1) for size in shape)
         self.sources[name] = Source(tensor.name, region, packed=packed)
         self.consumed[tensor.name] = match.params
-        if packed is None and len(shape) == 2 and param.role in QUANTIZED_ROLES:
+        if packed is None and self._is_matrix(name):
             self._not_quantized(tensor)
         return True
+
+    def _is_matrix(self, name: str) -> bool:
+        """Whether a parameter is of those that formats are meant for."""
+        param = self.params[name]
+        return len(param.shape) == 2 and param.role in QUANTIZED_ROLES
 
     def _not_quantized(self, tensor: TensorInfo) -> None:
         if self.scheme.groups and self.scheme.of(tensor.name.removesuffix(".weight")) is not None:
@@ -286,13 +313,25 @@ class _Book:
         unknown = []
         for name in self.unconsumed:
             reason = left_out(name) if self.scheme.method else None
+            if reason is None and self._is_spare(name):
+                reason = ZERO_BIAS
             if reason is None:
                 unknown.append(name)
             else:
                 self.left_out[name] = reason
         self.unconsumed = unknown
+        for kind in list(self.strangers):
+            if kind.pattern.endswith(".bias") and all(map(self._is_spare, kind.names)):
+                self.left_out.update(dict.fromkeys(kind.names, ZERO_BIAS))
+                self.strangers.remove(kind)
         if self.plain:
             self.findings.append(self._said_quantized())
+
+    def _is_spare(self, name: str) -> bool:
+        try:
+            return bool(self.scheme.formats) and is_zero_bias(self.checkpoint, name)
+        except Refused:  # why it cannot be read is said elsewhere; it stays unconsumed
+            return False
 
     def _said_quantized(self) -> Finding:
         """Modules that the configuration counts among the quantized, stored plain: headers are the truth."""

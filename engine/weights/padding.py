@@ -1,4 +1,6 @@
-"""Tensors stored longer than their parameter: the tail is padding, and it is read to see whether it is anything else.
+"""Zeros that nobody needs: tensors stored longer than their parameter, and biases that exporters put beside codes.
+
+The tail of a longer tensor is padding, and it is read to see whether it is anything else; so is such a bias.
 
 Rows of a vocabulary behind `vocab_size` are never loaded: no token has them. A few may hold values, as what a
 training run leaves there; many that do are a sign of another release's configuration.
@@ -50,6 +52,13 @@ def padded_findings(
             first = packed.get(group[0])
             shape = checkpoint.tensors[group[0]].shape if first is None else first.shape
             yield _said(checkpoint, pattern, group, padded[group[0]], shape, tail)
+
+
+def is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is the bias of a weight in words (`qweight`) and all zero. Raises `Refused`."""
+    module, _, last = name.rpartition(".")
+    is_bias = last == "bias" and f"{module}.qweight" in checkpoint.tensors
+    return is_bias and not any(checkpoint.read_bytes(name))
 
 
 def _has_more(checkpoint: Checkpoint, name: str, rows: int, step_bytes: int = 8 << 20) -> bool:

@@ -17,7 +17,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.cover import Run, cover, is_whole
-from firstlight.engine.weights.formats.grid import Axis, Box, Packed
+from firstlight.engine.weights.formats.grid import Axis, Box, Packed, Part
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.memory import Pool, aligned, writable_bytes
 from firstlight.engine.weights.source import Region
@@ -76,6 +76,8 @@ class Placing:
         if piece.packed is not None:
             yield from self._packed(piece, piece.packed)
             return
+        if piece.said is not None:
+            yield from self._checked(piece.said)
         info, place = self.checkpoint.tensors[piece.tensor], self.places[piece.param]
         run = cover(info, piece.region)
         same = STORED_DTYPES[info.dtype] == place.dtype and place.is_contiguous() and self.device.type == "cpu"
@@ -94,8 +96,24 @@ class Placing:
         if not math.prod(piece.shape):
             return 0
         if piece.packed is None:
-            return math.prod(piece.shape) * DTYPE_BITS[self.checkpoint.tensors[piece.tensor].dtype] // 8
+            more = 0 if piece.said is None else sum(info.nbytes for _, info in _shapes_of(piece.said))
+            return math.prod(piece.shape) * DTYPE_BITS[self.checkpoint.tensors[piece.tensor].dtype] // 8 + more
         return piece.packed.box_bytes(_box(piece.region))
+
+    def _checked(self, packed: Packed) -> Iterator[Step]:
+        """The shape that is stored beside codes which stay packed, held against the weight's."""
+        for part, info in _shapes_of(packed):
+            run = cover(info, _region(part.bounds((), packed.shape)))
+            yield Step((info.name,), info.nbytes, self._holding(packed, part.role, info, run))
+
+    def _holding(
+        self, packed: Packed, role: str, info: TensorInfo, run: Run
+    ) -> Callable[[], tuple[list[Read], Callable[[], None]]]:
+        def begin() -> tuple[list[Read], Callable[[], None]]:
+            reads, (view,) = self._stage([(info, run)])
+            return reads, lambda: refuse_if_wrong(packed, {role: view.view(STORED_DTYPES[info.dtype])})
+
+        return begin
 
     def _staged(self, piece: Piece, info: TensorInfo, run: Run) -> Iterator[Step]:
         """Rows at a time, as many as staging memory takes."""
@@ -172,6 +190,12 @@ class Placing:
 
 def _nothing() -> None:
     """There is nothing to do behind reads that went straight into place."""
+
+
+def _shapes_of(packed: Packed) -> Iterator[tuple[Part, TensorInfo]]:
+    """The stored tensors of a weight that say what its shape is."""
+    parts = zip(packed.format.parts, packed.tensors, strict=True)
+    return ((part, info) for part, info in parts if part.of_shape)
 
 
 def _box(region: Region) -> Box:

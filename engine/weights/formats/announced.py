@@ -77,6 +77,8 @@ def _implied(found: Mapping[str, Any]) -> str | None:
         return "compressed-tensors"
     if "quant_algo" in found:
         return "modelopt"
+    if "load_in_4bit" in found or "load_in_8bit" in found:
+        return "bitsandbytes"
     return "mlx" if {"group_size", "bits"} <= set(found) else None
 
 
@@ -152,6 +154,8 @@ def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
         bits=bits,
         group=options.group(options.get("group_size", 128)),
         zero_offset=0 if form == "gptq_v2" else 1,
+        shuffled=options.get("desc_act", False) is True,
+        symmetric=options.get("sym", False) is True,
     )
     group = Group(format_, Modules(inside) if inside else None)
     return Scheme("gptq", (group,), Modules(kept), head=bool(options.get("lm_head", False)))

@@ -75,7 +75,7 @@ def _format(options: Options, layout: str, weights: Mapping[str, Any]) -> Format
             bits=int(str(bits)),
             group=group,
             zero_point=not weights.get("symmetric", True),
-            ordered=weights.get("actorder") in ("group", True),
+            ordered=weights.get("actorder") in ("group", "dynamic", True),
         )
     if layout == "mxfp4-pack-quantized":
         return MxFp4()

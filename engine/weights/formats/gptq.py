@@ -2,13 +2,15 @@
 
 With w codes a word: `qweight` I32 [H / w, F], `qzeros` I32 [H / group, F / w], `scales` F16 [H / group, F], and `g_idx`
 I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in `gptq_v2` as they
-are. A number is (code - zero) x scale, in float32.
+are. A number is (code - zero) x scale, in float32; `sym` says that the zero is the middle of the codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
 from firstlight.engine.weights.formats.packed_int import group_problem
@@ -17,13 +19,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def codes_of(words: Tensor, bits: int) -> set[int]:
+    """The codes that occur in words."""
+    from firstlight.engine.weights.formats.unpacking import codes
+
+    return set(codes(words, bits).unique().tolist())
+
+
 class Gptq(Format, frozen=True, kw_only=True):
-    """`group` `WHOLE`: one scale for all inputs. `ordered`: `g_idx` says which group an input belongs to."""
+    """`group` `WHOLE`: one scale for all inputs. `ordered`: `g_idx` says which group an input belongs to.
+
+    `shuffled`: in any order, so that it must be there. `symmetric`: zero points must be the middle of the codes.
+    """
 
     bits: int = 4
     group: int = 128
     zero_offset: int = 1
     ordered: bool = True
+    shuffled: bool = False
+    symmetric: bool = False
 
     label: ClassVar[str] = "GPTQ INT"
 
@@ -39,10 +53,8 @@ class Gptq(Format, frozen=True, kw_only=True):
         return (*found, Part("order", "g_idx", ("I32", "I64"), (Axis(COLUMNS),))) if self.ordered else found
 
     def variants(self) -> tuple[Format, ...]:
-        return tuple(
-            Gptq(bits=self.bits, group=self.group, zero_offset=self.zero_offset, ordered=ordered)
-            for ordered in (self.ordered, not self.ordered)
-        )
+        other = () if self.shuffled else (msgspec.structs.replace(self, ordered=not self.ordered),)
+        return (self, *other)
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span
@@ -57,6 +69,10 @@ class Gptq(Format, frozen=True, kw_only=True):
         return scaled(shifted(values, zero, turned, block), scales, turned, block).mT
 
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
+        middle, word = 1 << (self.bits - 1), stored["zero"]
+        said = codes_of(word, self.bits) if self.symmetric and word.numel() else ()
+        if wrong := sorted({code + self.zero_offset for code in said} - {middle}):
+            return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}"
         return group_problem(stored, self.parts[1].shape(shape)[-2])
 
     def describe(self) -> str:

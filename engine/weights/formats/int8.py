@@ -52,7 +52,7 @@ class Int8(Format, frozen=True, kw_only=True):
         return tuple(
             Int8(block=block, zero_point=zero_point, dims=dims)
             for block in blocks
-            for zero_point in (self.zero_point, not self.zero_point)
+            for zero_point in dict.fromkeys((self.zero_point, True))  # where they are announced they must be there
             for dims in spellings(block)
         )
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class PackedInt(Format, frozen=True, kw_only=True):
-    """Integers in words; `group` `WHOLE` is one scale a row. `shape_dtype`: of `weight_shape`, empty for none."""
+    """Integers in words; `group` `WHOLE` is one scale a row. `shape_dtype`: of `weight_shape`, empty for none.
+
+    Zero points and an order that are announced must be there; headers may have them though nobody announced them.
+    """
 
     bits: int
     group: int
@@ -55,8 +58,8 @@ class PackedInt(Format, frozen=True, kw_only=True):
     def variants(self) -> tuple[Format, ...]:
         return tuple(
             PackedInt(bits=self.bits, group=self.group, zero_point=zero, ordered=order, shape_dtype=shape)
-            for zero in (self.zero_point, not self.zero_point)
-            for order in (self.ordered, not self.ordered)
+            for zero in dict.fromkeys((self.zero_point, True))
+            for order in dict.fromkeys((self.ordered, True))
             for shape in dict.fromkeys((self.shape_dtype, "I32", ""))
         )
 

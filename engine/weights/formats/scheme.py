@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from firstlight.engine.weights.formats.grid import Format
+from firstlight.engine.weights.formats.refusing import refuse
 
 _REGEX = re.compile(r"[\\\[\](){}^$+?|*]")
 _DIGITS = re.compile(r"\d+")
+_ENDLESS = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")  # (a+)+ takes for ever where it does not match
 
 
 class Modules:
@@ -53,8 +55,14 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         own = ".*".join(map(re.escape, pattern.split("*"))) if re.search(r"(?<!\.)\*", pattern) else pattern
         text = rf"(?:.*\.)?(?:{own})(?:(?<=\.)|(?=\.|$))"
     try:
+        if pattern.startswith("re:") and _ENDLESS.search(text):
+            refuse(
+                "a pattern of module names", pattern, "an expression without repeats of repeats, which may never end"
+            )
         return re.compile(text)
-    except (re.error, OverflowError, RecursionError):
+    except (re.error, OverflowError, RecursionError) as error:
+        if pattern.startswith("re:"):
+            refuse("a pattern of module names", pattern, f"a regular expression ({error})")
         return re.compile(re.escape(pattern))
 
 

@@ -209,6 +209,21 @@ def test_inputs_that_are_no_whole_words(tmp_path: Path) -> None:
     assert (finding.code, finding.expected, finding.found) == ("shape-mismatch", "[96, 36]", "[96, 37]")
 
 
+def test_a_shape_beside_codes_that_stay_packed_is_held_as_well(tmp_path: Path) -> None:
+    written("qwen3_moe", CONFIGS["packed-int4"], tmp_path)
+    spec, _ = FAMILIES.describe(Checkpoint.open(tmp_path).config)
+    name = "model.layers.0.mlp.experts.1.up_proj.weight_shape"
+
+    def kept() -> None:
+        pieces = rank_pieces(spec, Mesh(), 0, "F32", settle(tmp_path), keep_packed=("expert",))
+        assert load(Checkpoint.open(tmp_path), pieces).pieces.packings
+
+    kept()
+    change(tmp_path, lambda held: held.update({name: np.array([32, 65], np.int32)}))
+    with pytest.raises(Refused, match=f"{name} does not fit"):
+        kept()
+
+
 def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
     """Attention in FP8, experts in INT4, each group with a layout of its own."""
     mixed = compressed("mixed-precision", num_bits=4)
