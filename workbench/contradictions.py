@@ -29,6 +29,10 @@ SYNONYMS = (
 )
 STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 _EXPERTS = SYNONYMS[3]
+PLAIN_ROPE = (  # keys of rotary parameters that plain positions are made from, or that say nothing of them
+    "rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+    "max_position_embeddings", "original_max_position_embeddings", "llama_4_scaling_beta",
+)  # fmt: skip
 
 
 def contradictions(config: Mapping[str, Any], kinds: Sequence[Kind], whole: bool) -> Iterator[Finding]:
@@ -43,6 +47,7 @@ def contradictions(config: Mapping[str, Any], kinds: Sequence[Kind], whole: bool
         yield from _between(where, config, level, rows)
     yield from _rotary(text)
     yield from _attention(text)
+    yield from _windows(text)
     if not whole:
         return
     yield from _layers(text, kinds)
@@ -137,6 +142,16 @@ def _stretched(name: str, fields: Mapping[str, Any], text: Mapping[str, Any]) ->
             f"type = {_short(other)}",
             "check both against the model's release and correct one",
         )
+    strange = [key for key in fields if key not in PLAIN_ROPE and not isinstance(fields[key], Mapping)]
+    if _rope_kind(fields) in (None, "default", "mrope") and strange:  # other kinds refuse what they do not know
+        yield warning(
+            "unread-config-key",
+            f"{name}: {', '.join(strange[:4])} is not read where positions are of the plain kind",
+            file="config.json",
+            expected="keys that such positions are made from",
+            found=", ".join(f"{key} = {_short(fields[key])}" for key in strange[:4]),
+            next="check that it does not change the mathematics; if it does, the release needs a rope_type",
+        )
     sized = any(level.get("original_max_position_embeddings") for level in (fields, text))
     sized = sized or fields.get("factor") is not None or fields.get("alpha") is not None
     if _rope_kind(fields) in ("linear", "dynamic", "yarn", "llama3") and not sized:
@@ -170,6 +185,19 @@ def _attention(text: Mapping[str, Any]) -> Iterator[Finding]:
                 "fetch config.json of the release again",
                 "fatal",
             )
+
+
+def _windows(text: Mapping[str, Any]) -> Iterator[Finding]:
+    """Layers that are said to see a window, of which no size is stated: null is no size, and no default."""
+    kinds = text.get("layer_types")
+    windows = kinds.count("sliding_attention") if isinstance(kinds, list) else 0
+    if windows and text.get("sliding_window", 1) is None and text.get("attention_window_size") is None:
+        yield _clash(
+            f"layer_types names {windows:,} layers of sliding_attention, sliding_window is null: they see everything",
+            "the size of the window",
+            "sliding_window = null",
+            "fetch config.json of the release again; verify with a prompt longer than the window",
+        )
 
 
 def _layers(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]:

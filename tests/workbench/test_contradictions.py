@@ -72,6 +72,16 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "conflicting-flag",
         "no factor says how far",
     ),
+    "a key of no kind of positions": (
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "twist": 3}},
+        "unread-config-key",
+        "rope_parameters: twist is not read",
+    ),
+    "windows of no size": (
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": None},
+        "conflicting-flag",
+        "1 layers of sliding_attention, sliding_window is null",
+    ),
     "heads that do not divide": ({"num_attention_heads": 3}, "conflicting-flag", "no multiple of num_attention_heads"),
     "more experts chosen than there are": ({"num_experts_per_tok": 5}, "conflicting-flag", "chooses 5 of 4 experts"),
     "types of other layers": ({"layer_types": ["full_attention"] * 3}, "conflicting-flag", "3 entries for 2 layers"),
