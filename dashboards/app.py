@@ -21,7 +21,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 from tornado.web import RequestHandler
 
 from firstlight.dashboards import first, html
-from firstlight.dashboards.store import DataStore, Follower
+from firstlight.dashboards.store import UNREADABLE, DataStore, Follower, Snapshot
 from firstlight.dashboards.theme import FIELDS, FIRST, FRAME, NAV, TEMPLATE
 from firstlight.dashboards.views.checkpoint import Checkpoint
 from firstlight.dashboards.views.communication import Communication
@@ -64,6 +64,7 @@ class Dashboard:
         self.store = store
         self._follower: Follower | None = None
         self._views: dict[str, View] = {}
+        self._shown: tuple[str, str] = ("", "")  # the tab, and why it cannot be drawn
         self._drawn: tuple[str, str, int] = ("", "", -1)
         titles = [view.title for view in VIEWS]  # type: ignore[attr-defined]
         self._run = pn.widgets.Select(
@@ -80,6 +81,7 @@ class Dashboard:
         self._message = pane()
         self._main = column(self._message)
         self._names: list[str] = []
+        self._said = ""  # of that, on the page
         self._unknown = ""  # a run that the address named and that is not here
         self._document: Any = None
         self._location: Any = None
@@ -167,7 +169,7 @@ class Dashboard:
         now = snapshot.directory, self._tab.value, snapshot.version
         if now != self._drawn:
             self._drawn = now
-            self._views[self._tab.value].draw(snapshot)
+            self._show(self._tab.value, snapshot)
 
     def tick(self) -> None:
         """Once a second: the run is still looked at, and there may be new ones."""
@@ -211,25 +213,42 @@ class Dashboard:
         except Refused as refused:
             put(self._message, html.page(html.card("No such run", html.nothing(str(refused.findings[0].message)))))
             return
-        said = f"There is no run {self._unknown!r} here; this is {name}." if self._unknown else ""
-        put(self._message, html.page(html.card("No such run", html.nothing(said), "alarm")) if said else "")
+        self._said = f"There is no run {self._unknown!r} here; this is {name}." if self._unknown else ""
         self._unknown = ""
         self._views.clear()
-        self._drawn = ("", "", -1)
+        self._shown = ("", "")
         self._open_tab()
 
     def _open_tab(self) -> None:
         if self._follower is None:
             return
-        title = self._tab.value
-        if title not in self._views:
-            kind = next(view for view in VIEWS if view.title == title)  # type: ignore[attr-defined]
-            self._views[title] = kind(self)
-        view = self._views[title]
+        title, snapshot = self._tab.value, self._follower.snapshot
         self._tell_address()
-        view.draw(self._follower.snapshot)
-        self._drawn = (self._follower.snapshot.directory, title, self._follower.snapshot.version)
-        self._main.objects = [self._message, view.panel()]
+        self._drawn = snapshot.directory, title, snapshot.version
+        self._show(title, snapshot)
+
+    def _show(self, title: str, snapshot: Snapshot) -> None:
+        """The tab as the snapshot has it or, where that holds what cannot be drawn, the reason, until it can be."""
+        kind = next(view for view in VIEWS if view.title == title)  # type: ignore[attr-defined]
+        view, wrong = self._views.get(title), ""
+        try:
+            view = self._views.setdefault(title, kind(self)) if view is None else view
+            view.draw(snapshot)
+        except UNREADABLE as error:
+            wrong = f"{title} cannot be drawn: the run holds something else than expected ({_kind(error)})"
+        said = [html.card("No such run", html.nothing(self._said), "alarm")] if self._said else []
+        said += [
+            html.card("Not all can be shown", html.nothing(one), "alarm") for one in (snapshot.problem, wrong) if one
+        ]
+        put(self._message, html.page(*said) if said else "")
+        if self._shown != (title, wrong):
+            self._shown = title, wrong
+            self._main.objects = [self._message] if wrong or view is None else [self._message, view.panel()]
+
+
+def _kind(error: BaseException) -> str:
+    """An error in a few words."""
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 class TokenProvider(AuthProvider):

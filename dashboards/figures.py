@@ -17,6 +17,7 @@ __all__ = ["Figure", "compared", "curves", "errors", "layer_bars", "layer_rates"
 
 Figure = dict[str, Any]
 Row = Mapping[str, Any]
+MOST_NAMES = 16  # along an axis
 QUIET, GRID, LIMIT = "#8a9199", "rgba(127,127,127,.18)", "#d1545a"
 
 
@@ -37,6 +38,15 @@ def _layout(height: int, **changes: Any) -> dict[str, Any]:
         "uirevision": "kept",  # zoom and hidden traces survive an update
     }
     return layout | changes
+
+
+def _names(places: Sequence[str]) -> dict[str, Any]:
+    """An axis of names in their order, of which so many are written as do not run into each other."""
+    axis: dict[str, Any] = {"type": "category"}
+    if len(places) > MOST_NAMES:
+        step = -(-len(places) // MOST_NAMES)
+        axis |= {"tickmode": "array", "tickvals": list(places[::step]), "tickangle": -45}
+    return axis
 
 
 def curves(series: Mapping[str, Sequence[Bucket]], unit: str, height: int = 240) -> Figure:
@@ -98,7 +108,7 @@ def errors(rows: Sequence[Row], limit: float | None = None) -> Figure:
             }
         )
     yaxis = {"type": "log", "title": {"text": "relative max-abs"}, "exponentformat": "power", "dtick": 1}
-    return {"data": traces, "layout": _layout(330, xaxis={"type": "category"}, yaxis=yaxis)}
+    return {"data": traces, "layout": _layout(330, xaxis=_names(places), yaxis=yaxis)}
 
 
 def layer_bars(rows: Sequence[Row], phase: str) -> Figure:
@@ -121,7 +131,7 @@ def layer_bars(rows: Sequence[Row], phase: str) -> Figure:
         "hovertext": hover,
         "hoverinfo": "text",
     }
-    layout = _layout(300, xaxis={"type": "category", "tickangle": -45}, yaxis={"title": {"text": "ms"}})
+    layout = _layout(300, xaxis=_names(blocks), yaxis={"title": {"text": "ms"}})
     return {"data": [trace], "layout": layout | {"showlegend": False}}
 
 
@@ -235,8 +245,8 @@ def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
             {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [limit / 2**20] * len(places)}
             | {"line": line}
         )
-    yaxis = {"title": {"text": "MiB/s"}, "type": "log", "exponentformat": "none", "dtick": 1}
-    return {"data": traces, "layout": _layout(280, xaxis={"type": "category"}, yaxis=yaxis, barmode="group")}
+    yaxis = {"title": {"text": "MiB/s"}, "rangemode": "tozero", "tickformat": ",d"}
+    return {"data": traces, "layout": _layout(280, xaxis=_names(places), yaxis=yaxis, barmode="group")}
 
 
 def compared(names: Sequence[str], values: Mapping[str, Sequence[float | None]], unit: str) -> Figure:

@@ -15,6 +15,7 @@ from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Metric
 
 SHORT = 36  # characters that stay on one line
+LONG = 72  # and beyond so many a text is a paragraph, which must not become a tall column
 MOST_ROWS = 500
 ENDS = re.compile(r"([./_-])(?=\w)")
 STATUSES = ("passed", "failed", "refused", "skipped")
@@ -104,14 +105,14 @@ def _in_words(column: str, value: Any) -> str:
     if words.is_number(value) and (column.endswith("_of_limit") or column == "overlapped"):
         return words.quantity(value, "%")
     if words.is_number(value) and column.endswith("_s") and 0 < abs(value) < 1e-3:
-        return words.quantity(1e6 * value, "us")
+        return words.quantity(value, "s")
     return words.cell(column, value)
 
 
 def _cell(column: str, text: str, kind: str) -> str:
-    kind = kind or ("t" if len(text) <= SHORT else "w")
+    kind = kind or ("t" if len(text) <= SHORT else "w" if len(text) <= LONG else "w x")
     inner = status(text) if column == "status" and text in STATUSES else said(text)
-    if kind == "w":
+    if kind.startswith("w"):
         inner = ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
     return f'<td class="{kind}">{inner}</td>'
 

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from firstlight.dashboards.trails import SPAN_S, WIDTH_S, Gatherer, SeriesKey, Trail
 from firstlight.engine.errors import FirstlightError, Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, is_text
 from firstlight.engine.serving.api import EngineInfo, Health
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
@@ -27,21 +28,34 @@ from firstlight.workbench.bringup import ENGINE_FOLDER
 from firstlight.workbench.events import SERVED, EventReader, ProgressEvent, RequestEvent
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.readings import Bucket, Reading, Series
-from firstlight.workbench.report import Report
-from firstlight.workbench.runs import Run, RunRecord
+from firstlight.workbench.report import Report, refusal
+from firstlight.workbench.runs import Run, RunRecord, own_file
 from firstlight.workbench.telemetry.sampler import Sampler
 
+Answer = TypeVar("Answer")
+
+EVENTS = "events.sqlite"
 POLL_S = 0.04  # asking whether there is news costs next to nothing
 LEAST_S = 0.08  # between two looks at a run that has news: nobody reads faster
 HEALTH_S = 0.5
 KEPT_REQUESTS = 200
 IDLE_S = 30.0  # after which a run that nobody looks at is read no more
 SAME_S = 60.0  # within this, a number and a length are one request: engines count from 1 again
+AGAIN_S = 2.0  # until what could not be read is tried anew
+PATIENCE_S = 0.2  # with a file that somebody holds: all runs wait for one
+UNREADABLE = (
+    FirstlightError, OSError, sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+    AssertionError, RecursionError,
+)  # fmt: skip
+"""What reading and drawing a run raises whose files hold something else than this version writes."""
 SILENT_S = 5.0  # without a reading of a live engine: whoever took readings is gone, and the store takes them
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it is now. `version` grows with each change; the other numbers say which part changed last."""
+    """A run as it is now. `version` grows with each change; the other numbers say which part changed last.
+
+    `problem` says what of its events cannot be read, and why.
+    """
 
     directory: str
     record: RunRecord
@@ -54,6 +68,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[RequestEvent, ...] = ()
     health: Health | None = None
     info: EngineInfo | None = None
+    problem: str = ""
 
     def latest(self, verb: str) -> Report | None:
         """The last report of a verb."""
@@ -76,14 +91,14 @@ class Follower:
         self.directory = directory
         run = Run.attach(directory)
         self.snapshot = Snapshot(directory=str(directory), record=run.record)
-        self._reader = EventReader(directory / "events.sqlite", keep=True)
+        self._reader = EventReader(directory / EVENTS, keep=True, patience_s=PATIENCE_S)
         self._record_time: tuple[int, int] = (0, 0)
         self._seen = {"progress": 0, "requests": 0, "readings": 0}
         self._progress: dict[tuple[str, str], Pace] = {}
         self._gatherers: dict[SeriesKey, Gatherer] = {}
         self._trails: dict[SeriesKey, Trail] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._polled_s = 0.0
+        self._polled_s = self._again_s = 0.0
         self._requests: deque[RequestEvent] = deque(maxlen=KEPT_REQUESTS)
         self._host: Host | None = None
         self._sampler: Sampler | None = None
@@ -107,31 +122,55 @@ class Follower:
     def poll_if_news(self) -> None:
         """Look, if there is anything to see and the last look is long enough ago."""
         now_s = time.monotonic()
-        if now_s - self._polled_s >= LEAST_S and (self._record_changed() or self._reader.has_news()):
+        if now_s < self._again_s or now_s - self._polled_s < LEAST_S:
+            return
+        if self._record_changed() or self._has_events():
             self._polled_s = now_s
             self.poll()
 
     def poll(self) -> None:
         """Look once; called by one thread at a time."""
         with self._lock:
-            changes: dict[str, object] = {}
-            if self._read_record():
-                try:
-                    run = Run.attach(self.directory)
-                    changes |= {"record": run.record, "reports": run.reports()}
-                except (Refused, OSError):
-                    self._record_time = (0, 0)  # what is being written is there the next time
-                    raise
-                changes["reports_version"] = self.snapshot.reports_version + 1
-                if run.record.created != self.snapshot.record.created:
-                    changes |= self._begin_anew()
+            changes = self._read_reports() if self._read_record() else {}
+            problem = self._read_events(changes)
+            if problem != self.snapshot.problem:
+                changes["problem"] = problem
+            self._change(changes)
+
+    def _read_reports(self) -> dict[str, object]:
+        """Record and reports as they are now; what was read stays where there is no record any more."""
+        try:
+            run = Run.attach(self.directory)
+        except Refused:
+            self._record_time, self._again_s = (0, 0), time.monotonic() + AGAIN_S
+            return {}
+        changes = {"record": run.record, "reports": reports_of(run)}
+        if run.record.created != self.snapshot.record.created:
+            changes |= self._begin_anew()
+        return changes | {"reports_version": self.snapshot.reports_version + 1}
+
+    def _read_events(self, changes: dict[str, object]) -> str:
+        """Adds what is new of the events to `changes`; the reason why they cannot be read, if so."""
+        try:
+            own_file(self.directory, EVENTS)
             if self._read_progress():
                 changes["progress"] = dict(self._progress)
             if self._read_requests():
                 changes["requests"] = tuple(self._requests)
             if self._read_readings():
                 changes |= {"trails": dict(self._trails), "readings_version": self.snapshot.readings_version + 1}
-            self._change(changes)
+        except UNREADABLE as error:
+            self._again_s = time.monotonic() + AGAIN_S
+            return f"{EVENTS} cannot be read: {error}"
+        return ""
+
+    def _has_events(self) -> bool:
+        """Whether somebody wrote; True also where that cannot be told, so that a look says why."""
+        try:
+            own_file(self.directory, EVENTS)
+            return self._reader.has_news()
+        except UNREADABLE:
+            return True
 
     @property
     def is_due(self) -> bool:
@@ -154,17 +193,25 @@ class Follower:
 
     def progress(self, rungs: Sequence[str]) -> list[ProgressEvent]:
         """Every event of some rungs, from the file: for a replay."""
-        return [event for _, event in self._reader.progress() if event.rung in rungs]
+        return [event for _, event in self._asked(lambda: list(self._reader.progress()), []) if event.rung in rungs]
 
     def series(self) -> list[Series]:
-        return self._reader.series()
+        return self._asked(self._reader.series, [])
 
     def span(self) -> tuple[float, float] | None:
-        return self._reader.span()
+        return self._asked(self._reader.span, None)
 
     def history(self, series: Sequence[int], since_s: float, until_s: float, points: int) -> dict[int, list[Bucket]]:
         """Older readings, downsampled by the database."""
-        return self._reader.history(series, since_s, until_s, points)
+        return self._asked(lambda: self._reader.history(series, since_s, until_s, points), {})
+
+    def _asked(self, question: Callable[[], Answer], nothing: Answer) -> Answer:
+        """What the file of events says; nothing where it cannot be read, which `problem` tells."""
+        try:
+            own_file(self.directory, EVENTS)
+            return question()
+        except UNREADABLE:
+            return nothing
 
     def close(self) -> None:
         """Reads no more. The engine goes on."""
@@ -256,15 +303,15 @@ class Follower:
     def _health(self) -> Health | None:
         folder = self.directory / ENGINE_FOLDER
         if self._host is None:
-            if not (folder / "host.json").exists():
-                return None
             try:
+                if not own_file(self.directory, f"{ENGINE_FOLDER}/host.json").exists():
+                    return None
                 self._host = Host(folder)
-            except Refused:
+            except UNREADABLE:
                 return None
         try:
             health = self._host.health()
-        except FirstlightError as error:
+        except UNREADABLE as error:
             return Health(status="failed", stage=str(error))
         if not self._host.is_alive() and health.status in ("starting", "ready", "draining"):
             return Health(status="stopped", stage=health.stage)
@@ -305,6 +352,7 @@ class DataStore:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).resolve()
         self._followers: dict[str, Follower] = {}
+        self.left_out: dict[str, str] = {}
         self._records: dict[str, tuple[int, RunRecord]] = {}
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -328,23 +376,31 @@ class DataStore:
         self._lookers.shutdown(wait=False, cancel_futures=True)
 
     def runs(self) -> list[tuple[str, RunRecord]]:
-        """Names and records of all runs, the latest first; those that cannot be read are left out."""
+        """Names and records of all runs, the latest first; `left_out` says which cannot be read, and why."""
         found: list[tuple[str, RunRecord]] = []
+        wrong: dict[str, str] = {}
         for path in self.root.iterdir() if self.root.is_dir() else ():
             try:
-                changed = (path / "run.json").stat().st_mtime_ns
+                changed = (path / "run.json").lstat().st_mtime_ns
+                if not self._is_inside(path):
+                    wrong[path.name] = f"it leads out of {self.root.name}, or its name is no text"
+                    continue
                 known = self._records.get(path.name)
                 if known is None or known[0] != changed:
                     known = changed, Run.attach(path).record
                     self._records[path.name] = known
                 found.append((path.name, known[1]))
-            except (OSError, Refused):
+            except Refused as refused:
+                wrong[path.name] = refused.findings[0].message
+            except OSError:  # no run at all
                 continue
+        self.left_out = wrong
         return sorted(found, key=lambda item: item[1].created, reverse=True)
 
     def follow(self, name: str) -> Follower:
         """The follower of a run by its folder's name; `Refused` for anything that is not a run of this root."""
-        if name != Path(name).name or name in ("", ".", "..") or not (self.root / name / "run.json").is_file():
+        is_name = name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
+        if not (is_name and self._is_inside(self.root / name) and (self.root / name / "run.json").is_file()):
             raise Refused(
                 fatal(
                     "not-found",
@@ -362,6 +418,13 @@ class DataStore:
             follower = self._followers[name]
         follower.wanted_s = time.monotonic()
         return follower
+
+    def _is_inside(self, path: Path) -> bool:
+        """Whether a folder lies below the root, wherever its name, or a link of that name, leads; and is text."""
+        try:
+            return is_text(path.name) and path.resolve().is_relative_to(self.root)
+        except (OSError, RuntimeError):  # links in a circle
+            return False
 
     def touch(self, follower: Follower) -> None:
         """Somebody still looks at this run."""
@@ -381,7 +444,7 @@ class DataStore:
                     continue
                 try:
                     follower.poll_if_news()
-                except (Refused, OSError, sqlite3.Error):
+                except UNREADABLE:
                     continue  # the run is being written or was removed; what was read stays
                 if self._end.is_set():
                     return  # closed meanwhile: nobody looks any more
@@ -391,8 +454,23 @@ class DataStore:
 
 def number_of(event: RequestEvent) -> int | None:
     """The engine's number of a request, if its record has it."""
-    found = msgspec.json.decode(event.record).get("number")
-    return found if isinstance(found, int) else None
+    try:
+        found = msgspec.json.decode(event.record)
+    except msgspec.DecodeError:
+        return None
+    number = found.get("number") if isinstance(found, dict) else None
+    return number if isinstance(number, int) else None
+
+
+def reports_of(run: Run) -> tuple[Report, ...]:
+    """Every report of a run, in order; in the place of one that cannot be read stands the refusal that says why."""
+    found = []
+    for rung in run.record.rungs:
+        try:
+            found.append(run.report(rung))
+        except Refused as refused:
+            found.append(refusal(rung.verb, run.record.model, refused))
+    return tuple(found)
 
 
 def requests_once(found: Sequence[RequestEvent]) -> list[RequestEvent]:

@@ -41,7 +41,12 @@ def worse_by(figure: str, before: object, now: object) -> float | None:
 
 def compare_runs(runs: Sequence[Run]) -> list[Row]:
     """Figures that at least two of the runs have."""
-    last = [{report.verb: report for report in run.reports()} for run in runs]
+    return compare_reports([run.reports() for run in runs])
+
+
+def compare_reports(runs: Sequence[Sequence[Report]]) -> list[Row]:
+    """The same from the runs' reports."""
+    last = [{report.verb: report for report in reports} for reports in runs]
     rows = []
     for verb in LADDER:
         reports = [found.get(verb) for found in last]

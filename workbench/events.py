@@ -22,6 +22,7 @@ Result = TypeVar("Result")
 BATCH_PERIOD_S = 0.05  # so short that readings at 10 Hz come one by one
 BUSY_TIMEOUT_S = 10.0
 MOST_IN_A_BATCH = 10_000
+HELD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)  # by somebody else, for now
 
 SCHEMA = """
 create table if not exists progress (
@@ -70,13 +71,16 @@ class EventWriter:
     """Writes events from a thread of its own, many in one transaction, so that the work never waits for the disk.
 
     A disk that refuses (full, read-only) does not stop the work: events are lost until it takes them again, `lost`
-    counts them, `problem` says why, and the count is written as an alarm as soon as it can be.
+    counts them, `problem` says why as long as that lasts (`last_problem`: and behind it), and the count is written as
+    an alarm as soon as it can be. A file that somebody else holds is waited for: its events are written with the next.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.problem: str | None = None
+        self.last_problem: str | None = None
         self.lost = 0
+        self._kept: list[Event] = []  # of a file that was held
         self._told = 0  # of the lost ones
         self._file: _File | None = None
         self._events: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
@@ -112,21 +116,23 @@ class EventWriter:
         goes_on = True
         while goes_on:
             batch, waiting, goes_on = self._next_batch()
-            self._write(batch)
+            self._write([*self._kept, *batch], may_wait=goes_on)
             for flag in waiting:
                 flag.set()
         if self._file is not None:
             self._file.close()
 
-    def _write(self, batch: list[Event]) -> None:
+    def _write(self, batch: list[Event], may_wait: bool = True) -> None:
         try:
             self._file = self._file or _File(self.path)
             late = [_loss(self.lost)] if self.lost > self._told else []
             self._file.add([*batch, *late])
-            self.problem, self._told = None, self.lost
-        except sqlite3.Error as error:
-            self.problem = str(error)
-            self.lost += len(batch)
+            self.problem, self._told, self._kept = None, self.lost, []
+        except (sqlite3.Error, OverflowError) as error:  # numbers that no column holds are one
+            self.problem = self.last_problem = str(error)
+            is_held = getattr(error, "sqlite_errorcode", None) in HELD
+            self._kept = batch if may_wait and is_held and len(batch) <= MOST_IN_A_BATCH else []
+            self.lost += 0 if self._kept else len(batch)
 
     def _next_batch(self) -> tuple[list[Event], list[threading.Event], bool]:
         """Waits for an event and lets more come for a while, asleep: a thread that woke up for each would cost more.
@@ -168,7 +174,7 @@ class _File:
                 for event in events:
                     if not isinstance(event, Reading):
                         _insert(self._connection, event)
-        except sqlite3.Error:
+        except (sqlite3.Error, OverflowError):
             self._readings.forget()
             raise
 
@@ -189,11 +195,14 @@ class EventReader:
     """Follows an event file while it is written; `path` need not exist yet.
 
     `keep`: the file stays open between questions, and `has_news` tells cheaply whether it is worth asking.
+    `patience_s`: how long one waits for somebody who holds the file. Raises `sqlite3.Error` for what is no such file,
+    and `ValueError` for rows that hold something else.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], keep: bool = False, patience_s: float = BUSY_TIMEOUT_S) -> None:
         self.path = Path(path)
         self._keep = keep
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._open: tuple[sqlite3.Connection, int] | None = None  # with the file's number
         self._version = -1
@@ -251,7 +260,7 @@ class EventReader:
         for identifier, *values in self._ask(
             lambda connection: connection.execute(query, (after,)).fetchall(), nothing
         ):
-            yield identifier, kind(**dict(zip(names, values, strict=True)))
+            yield identifier, msgspec.convert(dict(zip(names, values, strict=True)), kind)
 
     def _ask(self, question: Callable[[sqlite3.Connection], Result], nothing: Result) -> Result:
         """The answer of the file as it is now; `nothing` before the writer has got that far."""
@@ -282,7 +291,7 @@ class EventReader:
             address = f"{self.path.resolve().as_uri()}?mode=ro"
             self._version = -1
             connection = sqlite3.connect(
-                address, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+                address, uri=True, timeout=self._patience_s, check_same_thread=False, isolation_level=None
             )
             self._open = connection, number
         return self._open[0]

@@ -5,6 +5,7 @@ Downsampling is done by the database. The tables lie in a run's `events.sqlite`;
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -93,6 +94,8 @@ class ReadingWriter:
         sums: dict[tuple[int, int], list[float]] = {}
         for one in readings:
             series = self._id(one)
+            if one.value is not None and not math.isfinite(one.value):  # which a database would keep as nothing at all
+                one = msgspec.structs.replace(one, value=None, reason=f"the source said {one.value}")
             rows.append((series, one.time_s, one.value, one.reason, one.step, int(one.alarm)))
             found = sums.setdefault((series, int(one.time_s // MINUTE_S)), [0, 0.0, float("inf"), float("-inf"), 0])
             if one.value is None:
@@ -130,7 +133,10 @@ _READING = "r.time_s, s.source, s.device, s.metric, s.unit, r.value, r.reason, r
 
 def _reading(row: Sequence[object]) -> Reading:
     names = ("time_s", "source", "device", "metric", "unit", "value", "reason", "step")
-    return Reading(**dict(zip(names, row[:8], strict=True)), alarm=bool(row[8]))  # type: ignore[arg-type]
+    found = dict(zip(names, row[:8], strict=True))
+    if (found["value"] is None) == (not found["reason"]):
+        raise ValueError("a reading that has neither a value nor a reason, or both")
+    return msgspec.convert({**found, "alarm": bool(row[8])}, Reading)
 
 
 def all_readings(connection: sqlite3.Connection, after: int) -> Iterator[tuple[int, Reading]]:

@@ -26,6 +26,32 @@ STANDS_ON = {"generate": "infer", "serve": "start", "validate": "infer"}
 DEFAULT_ROOT = "runs"
 
 
+def own_file(directory: Path, name: str) -> Path:
+    """A file of a run directory by its name in it, whether it is there yet or not.
+
+    Raises `Refused` for one that leads out of the directory, by its name or by a link, and for what is no plain file (a
+    pipe would keep its reader waiting): a directory that came from elsewhere holds whatever somebody put there.
+    """
+    path = directory / name
+    try:
+        real = path.resolve()
+        inside, plain = real.is_relative_to(directory.resolve()), real.is_file() or not real.exists()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, names that no file can have
+        inside, plain = False, False
+    if not (inside and plain):
+        raise Refused(
+            fatal(
+                "unsafe-file",
+                f"{name} of the run {directory.name} is not read",
+                file=str(path),
+                expected="a plain file in the run's own directory",
+                found="no plain file" if inside else "one outside of it",
+                next="put the file itself there",
+            )
+        )
+    return path
+
+
 class RungRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One report of a run, in brief."""
 
@@ -93,7 +119,7 @@ class Run:
         """An existing run. Raises `Refused` when there is none."""
         path = Path(directory)
         try:
-            record = msgspec.json.decode((path / "run.json").read_bytes(), type=RunRecord)
+            record = msgspec.json.decode(own_file(path, "run.json").read_bytes(), type=RunRecord)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise Refused(
@@ -163,7 +189,7 @@ class Run:
         count, self._lost = writer.lost - self._lost, writer.lost
         said = warning(
             "events-lost",
-            f"{count:,} progress events and readings could not be written: {writer.problem or 'the disk refused'}",
+            f"{count:,} progress events and readings could not be written: {writer.last_problem or 'the disk refused'}",
             file=str(writer.path),
             expected="room for what is told while a rung works",
             next="make room; the work itself has gone on, curves and progress of that time are missing",
@@ -177,13 +203,17 @@ class Run:
 
     def reports(self) -> tuple[Report, ...]:
         """Every report, in order."""
-        return tuple(Report.read(self.directory / rung.file) for rung in self.record.rungs)
+        return tuple(map(self.report, self.record.rungs))
+
+    def report(self, rung: RungRecord) -> Report:
+        """The report of one entry. Raises `Refused` for a file that is none, or lies outside the directory."""
+        return Report.read(own_file(self.directory, rung.file))
 
     def latest(self, verb: str) -> Report | None:
         """The last report of a verb."""
         for rung in reversed(self.record.rungs):
             if rung.verb == verb:
-                return Report.read(self.directory / rung.file)
+                return self.report(rung)
         return None
 
     def write_page(self) -> Path:

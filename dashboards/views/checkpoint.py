@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import panel as pn
@@ -10,7 +12,8 @@ from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
 from firstlight.dashboards.views.view import Page, column, pane, put
-from firstlight.workbench.ledger_file import LedgerFile
+from firstlight.workbench.ledger_file import FILE, LedgerFile
+from firstlight.workbench.runs import own_file
 
 PAGE_ROWS = 200
 
@@ -67,6 +70,7 @@ class Checkpoint:
         )
         names = [name for name in scan.tables if scan.tables[name]]
         put(self._rest, html.page(*(html.named(n, html.table(scan.tables[n])) for n in names)))
+        own_file(Path(snapshot.directory), FILE)
         self._file = LedgerFile.of(snapshot.directory)
         self._draw_ledger()
 
@@ -79,7 +83,11 @@ class Checkpoint:
             put(self._ledger, "")
             return
         verdict = "" if self._only.value == "all" else self._only.value
-        total, rows = file.page(self._search.value.strip(), verdict, max(0, self._at.value - 1), PAGE_ROWS)
+        try:
+            total, rows = file.page(self._search.value.strip(), verdict, max(0, self._at.value - 1), PAGE_ROWS)
+        except (sqlite3.Error, OSError) as error:
+            put(self._ledger, html.page(html.card("Ledger", html.nothing(f"it cannot be read: {error}"), "alarm")))
+            return
         title = f"Ledger: {total:,} rows" + (" of this kind" if verdict or self._search.value else "")
         first = min(self._at.value, max(1, total))
         note = f"<p class='quiet'>rows {first:,} to {min(total, first + PAGE_ROWS - 1):,}</p>" if total else ""

@@ -12,6 +12,8 @@ from firstlight.dashboards.theme import FIELDS
 from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
 from firstlight.workbench.report import Report
 
+RECEIVES = "A receive holds the waiting for the stage before it, so that it says nothing of the link's rate."
+
 
 class Communication:
     title = "Communication"
@@ -47,6 +49,7 @@ class Communication:
                 ),
             )
             return
+        pp = any(row["phase"] == phase and waits(row["name"]) for row in rows)
         steps = [row for row in profile.tables.get("steps", []) if row["phase"] == phase]
         bars = [
             (
@@ -65,13 +68,18 @@ class Communication:
             self._rest,
             html.page(
                 html.card("Overlap, by rank", html.table(figures.overlap(rows, phase))),
-                html.card("The slow link", _slowest(rows, phase)),
+                html.card("The slow link", _slowest(rows, phase) + (html.nothing(RECEIVES) if pp else "")),
                 html.card(
                     "Collectives of a step",
                     html.table([r for r in profile.tables.get("collectives", []) if r["phase"] == phase]),
                 ),
             ),
         )
+
+
+def waits(collective: str) -> bool:
+    """Whether its time is that of the other side's work: a receive begins when this rank is ready, not when data is."""
+    return collective.startswith("receive")
 
 
 def _slowest(rows: list[dict[str, Any]], phase: str) -> str:
@@ -95,7 +103,7 @@ def _slowest(rows: list[dict[str, Any]], phase: str) -> str:
                 "longest_ms": max(r["duration_ms"] for r in found),
                 "shortest_ms": fastest["duration_ms"],
                 "best_bytes_per_s": fastest["moved_bytes"] / fastest["duration_ms"] * 1e3
-                if fastest["duration_ms"]
+                if fastest["duration_ms"] and not waits(name)
                 else None,
                 "last_to_come": f"rank {min(in_calls, key=lambda rank: in_calls[rank])}" if len(in_calls) > 1 else "",
             }

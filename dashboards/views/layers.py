@@ -17,8 +17,8 @@ class Layers:
         self._top, self._rest = pane(), pane()
         self._decode, self._prefill = plot(300), plot(300)
         self._decode_title, self._prefill_title = (
-            heading("Decode, ms per block on its slowest rank"),
-            heading("Prefill, ms per block on its slowest rank"),
+            heading("Decode, ms per block on its slowest rank, collectives within it included"),
+            heading("Prefill, ms per block on its slowest rank, collectives within it included"),
         )
         self._version = -1
 

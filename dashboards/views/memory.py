@@ -83,7 +83,10 @@ def _planned(snapshot: Snapshot) -> str:
     plan = snapshot.latest("plan")
     rows = plan.tables.get("ranks", []) if plan is not None else []
     if plan is None or not rows:
-        return html.card("Planned", html.nothing("not planned yet"))
+        why = next((one.message for one in plan.findings), "") if plan is not None else ""
+        return html.card(
+            "Planned", html.nothing(f"{plan.status}: {why}" if plan is not None and why else "not planned yet")
+        )
     usable = plan.metrics.get("usable_bytes_per_device")
     longest = float(usable.value) if usable is not None and isinstance(usable.value, int | float) else None
     bars = []

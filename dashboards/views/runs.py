@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import panel as pn
 
 from firstlight.dashboards import html
-from firstlight.dashboards.store import Snapshot
+from firstlight.dashboards.store import Snapshot, reports_of
 from firstlight.dashboards.theme import FIELDS
 from firstlight.dashboards.views.view import Page, column, pane, put
 from firstlight.engine.errors import Refused
-from firstlight.workbench.compare_runs import compare_runs
+from firstlight.workbench.compare_runs import compare_reports
 from firstlight.workbench.render import words
+from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run
 
 MOST = 200
@@ -56,13 +58,16 @@ class Runs:
             }
             for name, record in runs[:MOST]
         ]
+        left_out = sorted(self._page.store.left_out.items())
+        strange = [{"folder": name, "why": why} for name, why in left_out]
         put(
             self._list,
             html.page(
                 html.card(
                     f"{words.quantity(len(runs), 'runs')} in {self._page.store.root.name}",
                     html.table(rows) if rows else html.nothing("no runs yet"),
-                )
+                ),
+                html.card("Left out: what cannot be read", html.table(strange)) if strange else "",
             ),
         )
 
@@ -71,24 +76,21 @@ class Runs:
         if len(chosen) < 2:
             put(self._table, html.page(html.nothing("choose two or more runs to compare them")))
             return
-        found = []
+        found: dict[str, tuple[Report, ...]] = {}
         for name in chosen:
-            try:
-                if name in self._names:
-                    found.append((name, Run.attach(self._page.store.root / name)))
-            except Refused:
-                continue
+            with contextlib.suppress(Refused):  # removed meanwhile
+                found[name] = reports_of(Run.attach(self._page.store.root / name))
         rows = [
             {
                 "rung": row.verb,
                 "figure": words.heading(row.figure),
                 **{
                     name: words.quantity(value, row.unit) if value is not None else ""
-                    for name, value in zip(chosen, row.values, strict=False)
+                    for name, value in zip(found, row.values, strict=True)
                 },
                 "last_to_first": row.ratio,
             }
-            for row in compare_runs([run for _, run in found])
+            for row in compare_reports(list(found.values()))
         ]
         put(
             self._table,

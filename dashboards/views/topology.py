@@ -8,6 +8,7 @@ import msgspec
 
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot
+from firstlight.dashboards.views.communication import waits
 from firstlight.dashboards.views.view import Page, column, pane, put
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.workbench.render import words
@@ -84,6 +85,8 @@ def _links(snapshot: Snapshot) -> str:
     )
     found: dict[str, dict[str, Any]] = {}
     for row in calls:
+        if waits(row["name"]):
+            continue
         best = row["moved_bytes"] / row["duration_ms"] * 1e3 if row["duration_ms"] else 0.0
         known = found.setdefault(
             row["name"], {"link": row["name"], "calls": 0, "largest_bytes": 0, "best_bytes_per_s": 0.0}

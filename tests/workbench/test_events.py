@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from firstlight.workbench import events
 from firstlight.workbench.events import EventReader, EventWriter, ProgressEvent, RequestEvent
 from firstlight.workbench.progress import Pace, Progress
 from firstlight.workbench.readings import Reading
@@ -87,6 +88,41 @@ def test_a_disk_that_fills_up_costs_only_what_did_not_fit(tmp_path: Path) -> Non
         writer.put(reading(2, 3.0))
         assert writer.flush()
     assert [(one.metric, one.value) for _, one in EventReader(path).readings()] == [("m", 1.0), ("m", 3.0), ("lost", 1)]
+
+
+def test_a_file_that_somebody_holds_is_waited_for_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "BUSY_TIMEOUT_S", 0.01)
+    path = tmp_path / "e.sqlite"
+    with EventWriter(path) as writer:
+        writer.put(progress_event(1))
+        assert writer.flush(30.0)
+        holder = sqlite3.connect(path, isolation_level=None)
+        holder.execute("begin immediate")
+        writer.put(progress_event(2))
+        assert writer.flush(30.0) is False
+        assert (writer.lost, writer.problem) == (0, "database is locked")
+        holder.execute("rollback")
+        holder.close()
+        writer.put(progress_event(3))
+        assert writer.flush(30.0)
+        assert (writer.lost, writer.problem, writer.last_problem) == (0, None, "database is locked")
+    assert [event.done for _, event in EventReader(path).progress()] == [1, 2, 3]
+
+
+def test_what_no_column_holds_costs_itself_alone(tmp_path: Path) -> None:
+    path = tmp_path / "e.sqlite"
+    with EventWriter(path) as writer:
+        writer.put(RequestEvent(time_s=0.0, name="r", rung="infer", status="stop", prompt_tokens=2**70))
+        assert writer.flush() is False
+        for value in (float("nan"), float("inf"), 2.0):
+            writer.put(reading(1.0, value, metric=str(value)))
+        assert writer.flush()
+        assert writer.lost == 1
+    found = {one.metric: (one.value, one.reason) for _, one in EventReader(path).readings()}
+    assert found.pop("lost") == (1.0, "")
+    assert found == {"nan": (None, "the source said nan"), "inf": (None, "the source said inf"), "2.0": (2.0, "")}
 
 
 def reading(time_s: float, value: float | None, metric: str = "m", device: str = "gpu 0") -> Reading:
