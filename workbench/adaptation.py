@@ -26,9 +26,8 @@ from firstlight.workbench.runs import Run
 WORSE = 1.25  # of a time or a rate, before it is called a regression
 LIMIT_BYTES = 64 << 20
 LEFT_TO_THIS_RUN = ("device", "threads", "load_threads")  # options that belong to a machine
-SKIP = frozenset(
-    ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
-)  # keys that say nothing of the model
+SKIP = frozenset(("transformers_version", "_name_or_path"))  # keys that say nothing of the model
+RENAMED = {"torch_dtype": "dtype"}  # by newer versions of what writes them
 
 
 class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +119,7 @@ def compare(adaptation: Adaptation, run: Run) -> Report:
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[dict[str, Any]]:
     """Keys that differ, nested ones by their path."""
+    before, now = ({RENAMED.get(key, key): value for key, value in one.items()} for one in (before, now))
     for key in dict.fromkeys((*before, *now)):
         one, other, path = before.get(key), now.get(key), f"{at}{key}"
         if key in SKIP or one == other:

@@ -16,6 +16,7 @@ from firstlight.workbench.first_token import line_of
 from firstlight.workbench.infer import answer_lines
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.runs import LADDER
 
 if TYPE_CHECKING:
     from firstlight.workbench.adaptation import Adaptation
@@ -64,7 +65,7 @@ def climb(
         draft.check(verb, report.passed, value=report.status, detail=highlights(report))
         if not report.passed:
             status = status or report.status
-            stopped = stopped or verb
+            stopped = stopped or (verb if verb in LADDER else "")  # nothing stands on what is beside the ladder
             draft.find(finding for finding in report.findings if finding.severity == "fatal")
     if adaptation is not None:
         _tell_changes(face, bringup, adaptation, draft)

@@ -7,10 +7,12 @@ reports and events are the run's. A rung that fails ends it, unless told otherwi
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from firstlight.workbench.export import adaptation, card, latest, write_yaml
 from firstlight.workbench.page import notebook_page
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report, write_atomically
-from firstlight.workbench.runs import Run
+from firstlight.workbench.runs import Run, RungRecord
 
 GIVEN = ("CHECKPOINT", "RUN", "STOP")  # parameters that every runbook has, set from the command line
 FOLLOW_S = 0.2
@@ -42,38 +44,42 @@ def runbook(
     """Executes `notebook` with papermill; leaves runbook.ipynb, runbook.html, card.yaml and adaptation.yaml in `run`.
 
     `values` are parameters of the notebook; one it does not have is `Refused`. `go_on`: rungs go on above one that
-    failed. `listener` gets what the rungs tell while they work.
+    failed. `listener` gets what the rungs tell while they work. An earlier runbook of the run is kept under a number.
     """
     import papermill
     from papermill.exceptions import PapermillExecutionError
 
     progress = progress or Progress("runbook")
     source, target = Path(notebook), run.directory / "runbook.ipynb"
-    known = parameters_of(source)
     parameters = {"CHECKPOINT": checkpoint, "RUN": str(run.directory.resolve()), "STOP": not go_on}
-    parameters |= _checked(values or {}, known, source)
+    parameters |= settings_for(source, (values or {}).items())
+    _keep_earlier(run.directory)
     draft = Draft("runbook", f"{source.name}, {run.record.model}")
     run.close()  # the notebook's kernel writes it
+    before = len(run.record.rungs)
     broken = ""
     with _Following(run, listener):
         progress("execute", 0, None)
         try:
             papermill.execute_notebook(
-                str(source),
-                str(target),
+                _literally(source),
+                _literally(target),
                 parameters=parameters,
                 kernel_name="python3",
                 progress_bar=False,
                 log_output=False,
                 cwd=str(Path.cwd()),
                 config=_encrypted(),
+                extra_arguments=["--log-level=CRITICAL"],  # a kernel that is stopped in the middle complains of it
             )
         except PapermillExecutionError as error:
             broken = f"cell {error.exec_count}: {error.ename}: {error.evalue}"
+        except RuntimeError as error:  # the kernel's process has ended, or never began
+            broken = f"the notebook's kernel ended by itself: {error}"
     run = Run.attach(run.directory)
     page = notebook_page(target)
     write_atomically(run.directory / "runbook.html", page.encode())
-    _judge(draft, run, broken, target)
+    _judge(draft, run.record.rungs[before:], broken, target)
     last = latest(run.reports())
     if last:
         write_yaml(run.directory / "card.yaml", card(run, last))
@@ -81,6 +87,21 @@ def runbook(
     draft.metric("notebook", str(target), "")
     draft.metric("page", str(run.directory / "runbook.html"), "", f"{len(page.encode()):,} bytes, opens offline")
     return draft.close()
+
+
+def _literally(path: Path) -> str:
+    """A path in which papermill fills nothing in."""
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def _keep_earlier(directory: Path) -> None:
+    """Moves an earlier runbook of a run aside, to the first number that is free."""
+    if not (directory / "runbook.ipynb").exists():
+        return
+    number = next(n for n in itertools.count(1) if not (directory / f"runbook-{n}.ipynb").exists())
+    for kind in ("ipynb", "html"):
+        if (directory / f"runbook.{kind}").exists():
+            (directory / f"runbook.{kind}").rename(directory / f"runbook-{number}.{kind}")
 
 
 def _encrypted() -> Any:
@@ -91,14 +112,14 @@ def _encrypted() -> Any:
     return Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {})
 
 
-def _judge(draft: Draft, run: Run, broken: str, target: Path) -> None:
-    """The notebook ran to its end, and every rung it took passed."""
+def _judge(draft: Draft, rungs: Sequence[RungRecord], broken: str, target: Path) -> None:
+    """The notebook ran to its end, and every rung it took passed; what the run held before is not its doing."""
     cells = [cell for cell in json.loads(target.read_text())["cells"] if cell["cell_type"] == "code"]
     done = sum(cell.get("execution_count") is not None for cell in cells)
     draft.check(
         "the notebook ran to its end", not broken, value=done, limit=len(cells), unit="cells", detail=broken[:300]
     )
-    last = {rung.verb: rung for rung in run.record.rungs}
+    last = {rung.verb: rung for rung in rungs}
     draft.check("the notebook took at least one rung", bool(last), value=len(last), unit="rungs")
     for verb, rung in last.items():
         draft.check(verb, rung.status == "passed", value=rung.status, detail=rung.file)
@@ -106,6 +127,7 @@ def _judge(draft: Draft, run: Run, broken: str, target: Path) -> None:
 
 def parameters_of(notebook: Path) -> dict[str, Any]:
     """The notebook's parameters by name, as papermill finds them; `Refused` for what is no runbook."""
+    import nbformat
     import papermill
 
     if not notebook.is_file() or notebook.suffix != ".ipynb":
@@ -119,12 +141,15 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
             )
         )
     try:
-        found: dict[str, Any] = papermill.inspect_notebook(str(notebook))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        with warnings.catch_warnings():  # of cells without an id, which older notebooks have
+            warnings.simplefilter("ignore")
+            nbformat.validate(nbformat.read(str(notebook), as_version=4))
+            found: dict[str, Any] = papermill.inspect_notebook(_literally(notebook))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
         raise Refused(
             fatal(
                 "usage",
-                f"{notebook} cannot be read: {error}",
+                f"{notebook} cannot be read: {str(error).partition(chr(10))[0][:200]}",
                 file=str(notebook),
                 expected="a Jupyter notebook",
                 next="name another; notebooks/runbook_template.ipynb is one to begin with",
@@ -145,10 +170,10 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
     return found
 
 
-def _checked(values: Mapping[str, Any], known: Mapping[str, Any], notebook: Path) -> dict[str, Any]:
-    """Parameters by the notebook's own names; `tp` stands for `TP`."""
-    found = {}
-    for name, value in values.items():
+def settings_for(notebook: Path, values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Parameters by the notebook's own names; `tp` stands for `TP`. `Refused`: no runbook, or none of its names."""
+    known, found = parameters_of(notebook), dict[str, Any]()
+    for name, value in values:
         right = name if name in known else name.upper()
         if right not in known or right in GIVEN:
             near = difflib.get_close_matches(right, [n for n in known if n not in GIVEN], n=1)
@@ -160,6 +185,16 @@ def _checked(values: Mapping[str, Any], known: Mapping[str, Any], notebook: Path
                     expected=", ".join(n for n in known if n not in GIVEN),
                     found=name,
                     next=f"perhaps --set {near[0]}=..." if near else "correct --set",
+                )
+            )
+        if right in found:
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"the parameter {right} is set twice",
+                    expected="one value",
+                    found=f"{found[right]!r} and {value!r}",
+                    next="leave one --set out",
                 )
             )
         found[right] = value

@@ -10,6 +10,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.workbench.adaptation import Adaptation, compare, config_changes
+from firstlight.workbench.arguments import stated
 from firstlight.workbench.compare_runs import compare_runs, worse_by
 from firstlight.workbench.export import adaptation, latest
 from firstlight.workbench.report import Draft
@@ -61,7 +62,7 @@ def test_changed_keys_are_shown_by_their_path(tmp_path: Path) -> None:
         "text_config.hidden_act": ("'gelu'", "'silu'"),
         "new_key": ("[1, 2]", "absent"),
     }
-    assert list(config_changes({"a": 1, "dtype": "x"}, {"a": 1, "dtype": "y"})) == []
+    assert list(config_changes({"a": 1, "_name_or_path": "x"}, {"a": 1, "_name_or_path": "y"})) == []
 
 
 def test_options_of_the_file_are_used_where_none_were_given(tmp_path: Path) -> None:
@@ -70,6 +71,18 @@ def test_options_of_the_file_are_used_where_none_were_given(tmp_path: Path) -> N
     used = kept.options(wanted, frozenset())
     assert (used.mesh, used.max_batch, used.max_context, used.threads) == (Mesh(tp=2), 4, 512, None)
     assert kept.options(wanted, frozenset(("mesh",))).mesh == Mesh()
+
+
+def test_what_the_command_line_says_comes_first_be_it_the_default(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("mesh: {pp: 1}\ndtype: auto\ntemperature: 1\n")
+    assert stated("up", ["X", "--max-batch=8", "-q"]) == {"checkpoint", "max_batch", "quiet"}
+    assert stated("up", ["X", "--config", str(tmp_path / "c.yaml")]) == {"checkpoint", "config", "pp", "dtype"}
+
+
+def test_a_dtype_that_changed_is_shown_under_either_of_its_names() -> None:
+    assert list(config_changes({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"})) == []
+    (row,) = config_changes({"torch_dtype": "bfloat16"}, {"dtype": "float16"})
+    assert row == {"key": "dtype", "before": "'bfloat16'", "now": "'float16'"}
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "engine: 3", "a: [", "\x00", "{}", "{model: a, engine: {max_batch: many}}"])

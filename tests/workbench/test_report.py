@@ -234,6 +234,7 @@ def test_html_names_no_colour_that_one_theme_hides() -> None:
         (1, "shards", "1 shard"),
         (2, "shards", "2 shards"),
         (1, "s", "1 s"),
+        (1.569e-05, "s", "15.69 us"),
         (0.00123456, "of scale", "0.001235 of scale"),
         (123456.7, "tokens/s", "123,457 tokens/s"),
     ],
@@ -284,6 +285,9 @@ def test_a_fault_of_ours_leaves_its_traceback_in_a_file() -> None:
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="cannot be written"):
         write_atomically(tmp_path / "absent" / "r.json", b"x")
+    with pytest.raises(Refused, match="/dev/full cannot be written") as full:
+        write_atomically("/dev/full", b"x")
+    assert "make room" in str(full.value.findings[0].next)
     assert write_atomically(tmp_path / "r.json", b"x").read_bytes() == b"x"
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 

@@ -10,6 +10,7 @@ import yaml
 
 from firstlight.engine.errors import Refused
 from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.report import Draft
 from firstlight.workbench.runbook import parse_setting, runbook
 from firstlight.workbench.runs import Run
 
@@ -77,19 +78,29 @@ def test_it_stops_at_the_first_rung_that_fails_and_says_which(tmp_path: Path) ->
         if file.name != "model-00002-of-00003.safetensors":
             (broken / file.name).write_bytes(file.read_bytes())
     run = Run.create("broken", str(broken), tmp_path / "runs")
+    earlier = Draft("stress", "broken")
+    earlier.check("an earlier attempt", False)
+    run.add(earlier.close())
+    (run.directory / "runbook.ipynb").write_text("the first")
     report = runbook(short(tmp_path / "short.ipynb", "scan", "plan", "load"), str(broken), run)
     assert report.status == "failed"
     (check,) = [check for check in report.checks if check.name == "the notebook ran to its end"]
     assert check.status == "failed"
     assert "RungFailed: scan failed" in check.detail
-    assert [rung.verb for rung in Run.attach(run.directory).record.rungs] == ["scan"]
+    assert [rung.verb for rung in Run.attach(run.directory).record.rungs] == ["stress", "scan"]
+    assert not [check for check in report.checks if check.name == "stress"], "what was there before is not its doing"
+    assert (run.directory / "runbook-1.ipynb").read_text() == "the first"
     assert "missing-shard" in (run.directory / "runbook.html").read_text()
     assert yaml.safe_load((run.directory / "card.yaml").read_text())["verified"] == []
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"tpp": 2}, "no parameter 'tpp'"), ({"CHECKPOINT": "x"}, "no parameter 'CHECKPOINT'")],
+    [
+        ({"tpp": 2}, "no parameter 'tpp'"),
+        ({"CHECKPOINT": "x"}, "no parameter 'CHECKPOINT'"),
+        ({"tp": 2, "TP": 3}, "TP is set twice"),
+    ],
 )
 def test_a_parameter_that_the_notebook_lacks_is_refused(
     tmp_path: Path, values: dict[str, object], message: str
@@ -101,7 +112,16 @@ def test_a_parameter_that_the_notebook_lacks_is_refused(
 
 def test_a_file_that_is_no_runbook_is_refused(tmp_path: Path) -> None:
     run = Run.create("m", str(MENAGERIE), tmp_path)
-    for name, content in (("a.ipynb", "not json"), ("b.ipynb", json.dumps({"cells": []})), ("c.txt", "")):
+    good = json.loads(TEMPLATE.read_text())
+    for name, content in (
+        ("a.ipynb", "not json"),
+        ("b.ipynb", json.dumps({"cells": []})),
+        ("c.txt", ""),
+        ("d.ipynb", json.dumps({"a": 1})),
+        ("e.ipynb", json.dumps(good | {"nbformat": 3})),
+        ("f.ipynb", json.dumps(good | {"cells": None})),
+        ("g.ipynb", json.dumps(good | {"cells": [{"cell_type": "code"}]})),
+    ):
         (tmp_path / name).write_text(content)
         with pytest.raises(Refused):
             runbook(tmp_path / name, str(MENAGERIE), run)

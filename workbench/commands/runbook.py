@@ -37,10 +37,10 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     from pathlib import Path
 
     from firstlight.engine.weights.checkpoint import Checkpoint
-    from firstlight.workbench.runbook import parameters_of, runbook
+    from firstlight.workbench.runbook import runbook, settings_for
     from firstlight.workbench.runs import Run
 
-    parameters_of(Path(arguments.notebook))  # before a run directory is made for it
+    values = settings_for(Path(arguments.notebook), arguments.set)  # before a run directory is made for it
     Checkpoint.open(arguments.checkpoint)  # what is none is refused, not left to fail in a cell
     name = Path(arguments.checkpoint).name
     kept = session.run or Run.create(name, arguments.checkpoint)
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         arguments.notebook,
         arguments.checkpoint,
         kept,
-        dict(arguments.set),
+        values,
         go_on=arguments.go_on or session.force,
         progress=session.progress("runbook"),
         listener=session.face.progress,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from firstlight.workbench.arguments import stated
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session
+
+FIELDS = {"operator": "operators"}  # options whose value the engine knows by another name
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +35,11 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         from firstlight.workbench.adaptation import Adaptation
 
         adaptation = Adaptation.read(arguments.adaptation)
-        stated = frozenset(("mesh",) if options.has_mesh(arguments) else ())
-        engine_options = adaptation.options(engine_options, stated)
+        said = stated("up", arguments.words)
+        fields = {"mesh"} if said & options.AXES.keys() else set()
+        engine_options = adaptation.options(
+            engine_options, frozenset(fields | {FIELDS.get(name, name) for name in said})
+        )
     values = {name: getattr(engine_options, name) for name in engine_options.__struct_fields__}
     checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
     given = session.run.directory if session.run is not None else None

@@ -13,7 +13,8 @@ from firstlight.workbench.report import Report
 
 MOST_ROWS = 200
 FOLDED_FROM = 16
-SHORT_TEXT = 28  # characters that stay on one line
+SHORT_TEXT, LONG_TEXT = 28, 72  # characters that stay on one line; that want the width of a paragraph
+MOST_CHECKS = 24  # beyond so many, those that passed are folded
 
 # Colours hold against white and against black; everything else follows the page.
 STYLE = """
@@ -28,6 +29,7 @@ text-align:left!important;vertical-align:top!important;background:none;color:inh
 .firstlight th{font-weight:500;opacity:.7}
 .firstlight td.n,.firstlight th.n{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
 .firstlight td.t{white-space:nowrap}
+.firstlight td.w{min-width:12rem;overflow-wrap:anywhere}.firstlight td.x{min-width:22rem;overflow-wrap:anywhere}
 .firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
 .firstlight .passed{color:#2a8a4a}.firstlight .failed,.firstlight .refused,.firstlight .fatal{color:#d1383d}
 .firstlight .warning{color:#b27a00}.firstlight .skipped,.firstlight .note{color:inherit;opacity:.65}
@@ -83,19 +85,24 @@ def _rows(rows: Iterable[Iterable[str]]) -> str:
 
 
 def _td(text: str, kind: str = "") -> str:
-    kind = kind or ("t" if len(text) <= SHORT_TEXT else "")
-    return f'<td class="{kind}">{_said(text)}</td>' if kind else f"<td>{_said(text)}</td>"
+    if kind != "n":
+        width = "t" if len(text) <= SHORT_TEXT else "w" if len(text) <= LONG_TEXT else "x"
+        kind = f"{kind} {width}".strip()
+    return f'<td class="{kind}">{_said(text)}</td>'
 
 
 def _checks(report: Report) -> str:
-    rows = []
+    rows: dict[bool, list[tuple[str, ...]]] = {False: [], True: []}  # by whether it may be folded
     for check in report.checks:
         value = words.quantity(check.value, check.unit) if check.value is not None else ""
         limit = f"limit {words.quantity(check.limit, check.unit)}" if check.limit is not None else ""
         said = "; ".join(filter(None, (limit, check.detail)))
         status = f'<td><span class="s {check.status}">{check.status}</span></td>'
-        rows.append((status, _td(check.name), _td(value, "n"), _td(said, "quiet")))
-    return _rows(rows)
+        cells = status, _td(check.name), _td(value, "n"), _td(said, "quiet")
+        rows[check.status == "passed" and len(report.checks) > MOST_CHECKS].append(cells)
+    passed = rows[True]
+    folded = f"<details><summary>{len(passed):,} passed</summary>{_rows(passed)}</details>" if passed else ""
+    return (_rows(rows[False]) if rows[False] else "") + folded
 
 
 def _metrics(report: Report) -> str:

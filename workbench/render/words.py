@@ -22,6 +22,8 @@ def quantity(value: Any, unit: str = "") -> str:
         return printable(f"{value} {unit}".strip())
     if unit in _SHOWN:
         return in_bytes(value) + _SHOWN[unit]
+    if unit == "s" and 0 < abs(value) < 1e-3:
+        value, unit = 1e6 * value, "us"
     if value == 1 and unit.endswith("s") and len(unit) > 2:  # one shard, not one shards; seconds keep their sign
         unit = unit[:-1]
     return f"{number(value)} {unit}".strip()
