@@ -18,11 +18,11 @@ import msgspec
 
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
-from firstlight.engine.parallel.hardware import Cluster, parse_cluster
+from firstlight.engine.parallel.hardware import CPU, Cluster, parse_cluster
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
-from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.serving.options import DEFAULT_CONTEXT, EngineOptions
 from firstlight.engine.serving.request import SamplingParams, Usage
 from firstlight.engine.weights.sources.mirror import is_url, mirror
 from firstlight.workbench.events import ProgressEvent
@@ -134,12 +134,13 @@ class Bringup:
     def plan(
         self, cluster: str | Cluster | None = None, context: int | None = None, concurrency: int | None = None
     ) -> Report:
-        """Whether the mesh fits this machine, or another cluster."""
+        """Whether the mesh fits this machine, with what `start` will reserve of it, or another cluster."""
         from firstlight.workbench.here import this_cluster
         from firstlight.workbench.plan import plan
 
         wanted = parse_cluster(cluster) if isinstance(cluster, str) else cluster or self._cluster
         here = wanted or this_cluster(self.options.mesh.world_size, self.options.device)
+        usual = DEFAULT_CONTEXT["cpu" if here.device.name == CPU else "cuda"]
         return self._rung(
             "plan",
             lambda _: plan(
@@ -149,6 +150,7 @@ class Bringup:
                 context=context or self.options.max_context,
                 concurrency=concurrency or self.options.max_batch,
                 full_window=True,
+                usual_context=usual,
             ),
         )
 

@@ -47,13 +47,14 @@ def plan(
     headroom: float = HEADROOM,
     objective: Objective = "latency",
     full_window: bool = False,
+    usual_context: int = DEFAULT_CONTEXT,
     exchange: str = "auto",
 ) -> Report:
     """Lays a model out on a cluster, by `mesh` or, without one, the best layout for `objective`.
 
-    `context` None: 4,096 tokens, or what the model has positions for. `concurrency` None: one sequence at once or, for
-    throughput, as many as fit. `exchange`: how tokens meet experts of other ranks. `full_window`: windowed layers keep
-    the whole context, as the engine does. `source`: a checkpoint's directory or a configuration alone
+    `context` None: `usual_context` tokens, or what the model has positions for. `concurrency` None: one sequence at
+    once or, for throughput, as many as fit. `exchange`: how tokens meet experts of other ranks. `full_window`: windowed
+    layers keep the whole context, as the engine does. `source`: a checkpoint's directory or a configuration alone
     (`data/models/*.json`, or the name of one). The report fails when the layout does not fit. Raises `Refused` when the
     wish is impossible or the source is none.
     """
@@ -71,7 +72,7 @@ def plan(
         stored,
         cluster,
         mesh,
-        context=context or min(DEFAULT_CONTEXT, spec.max_positions),
+        context=context or min(usual_context, spec.max_positions),
         concurrency=concurrency,
         cache_dtype=cache_dtype,
         headroom=headroom,

@@ -15,6 +15,8 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 
+CPU = "CPU"  # the device's name where a machine's own memory is meant
+
 _Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -185,5 +187,5 @@ def local_cluster(ranks: int) -> Cluster:
     return Cluster(
         nodes=1,
         per_node=ranks,
-        device=Device(name="CPU", memory_bytes=pages * page // ranks, per_node=ranks),
+        device=Device(name=CPU, memory_bytes=pages * page // ranks, per_node=ranks),
     )

@@ -100,6 +100,7 @@ class _Runner:
             for record in recorder.records[before:]
         ]
         if tap is not None:
+            tap.leave_out(recorder.records[before:])
             seen.layers = tap.layers_s
             seen.timeline = _timeline(tap, recorder.records[before:], started_s)
         del recorder.records[before:]
