@@ -1,26 +1,31 @@
-"""What telemetry at 10 Hz costs an engine: pairs of rounds with and without a sampler, and where the time goes.
+"""What telemetry at 10 Hz costs an engine: neighbouring slices of one load with and without a sampler.
 
-    python -m tests.benchmarks.bench_telemetry [--pairs 40] [--seconds 4]
+    python -m tests.benchmarks.bench_telemetry [--seconds 150] [--slice 1.0] [--keep FILE]
 
-The sampler runs in a process of its own as under `firstlight up`, with all its sources and its events written to disk;
-in rounds without, that process sleeps. A pair is two neighbouring rounds, which of the two comes first alternates, and
-the loss is the median of the pairs' own losses with its 95 % interval: what else the machine does falls on both. Beside
-throughput, which is noisy on a machine of few cores, stand the processor time of the engine for a token and that of the
-sampler's process as a share of all cores: what they sum to is what a machine without idle cores would lose.
+One engine answers without a pause. The sampler runs in a process of its own as under `firstlight up`, with all its
+sources and its events written to disk; in slices without, that process is stopped where it stands (SIGSTOP). A pair is
+two neighbouring slices, which of the two comes first alternates, and the loss is the median of the pairs' own losses
+with a bootstrapped 95 % interval: what else the machine does falls on both. Tokens are those that the engine counts,
+between two moments that it names itself. Beside throughput, which is noisy on a machine of few cores, stand the
+processor time of the engine for a token and that of the sampler's process, as the scheduler accounts for them.
+
+`--keep FILE`: pairs are added to this file, and the figures are those of all that it holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +34,13 @@ import psutil
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.request import SamplingParams
+from firstlight.engine.serving.stats import EngineStats
 from tests.repo.tree import ROOT
 
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
-TOKENS = 200  # an answer
-SETTLE_S = 1.0  # a sampler's first questions are those of a start, not of 10 Hz
+TOKENS = 400  # an answer
+SETTLE_S = 0.2  # after the sampler was stopped or let go on
+DRAWS = 4000  # of the bootstrap
 SAMPLE = """
 import sys
 from pathlib import Path
@@ -41,135 +48,162 @@ from firstlight.engine.serving.host import Host
 from firstlight.workbench.events import EventWriter
 from firstlight.workbench.telemetry.sampler import Sampler
 host = Host.attach(Path(sys.argv[1]))
-with EventWriter(sys.argv[2]) as writer:
-    print("there", flush=True)
-    while sys.stdin.readline():
-        with Sampler(writer.put, host.client, 1 / float(sys.argv[3])):
-            print("sampling", flush=True)
-            sys.stdin.readline()
-        print("ended", flush=True)
+with EventWriter(sys.argv[2]) as writer, Sampler(writer.put, host.client, 1 / float(sys.argv[3])):
+    print("sampling", flush=True)
+    sys.stdin.readline()
 host.release()
 """
 
 
-class Round(NamedTuple):
-    """Tokens a second, the engine's processor time a token, and the share of all cores that the other process took."""
+class Slice(NamedTuple):
+    """Tokens a second, the engine's processor time a token, and the sampler's process as a share of one core."""
 
     tokens_per_s: float
     engine_us_per_token: float
     sampler_share: float
 
 
-class Other:
-    """The sampler's process; `turn` has it begin or end sampling."""
+class Moment(NamedTuple):
+    """What was counted up to a time: by the engine itself, and by the scheduler for both sides (ns)."""
 
-    def __init__(self, where: Path, events: Path, hertz: float) -> None:
-        command = [sys.executable, "-c", SAMPLE, str(where), str(events), str(hertz)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        self.usage = psutil.Process(self._process.pid)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()
-
-    def turn(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self._process.stdout.readline()
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
+    stats: EngineStats
+    engine_ns: int
+    sampler_ns: int
+    at_s: float
 
 
-def spent_s(processes: Sequence[psutil.Process]) -> float:
-    """Processor time of all threads so far."""
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+def spent_ns(process: int) -> int:
+    """Processor time of all threads of a process that are there, as the scheduler accounts for it."""
+    total = 0
+    for file in Path(f"/proc/{process}/task").glob("*/schedstat"):
+        try:
+            total += int(file.read_text().split()[0])
+        except OSError:  # a thread that has just ended
+            continue
+    return total
 
 
-def measured(
-    client: EngineClient, engine: Sequence[psutil.Process], other: Other, seconds: float, at_once: int
-) -> Round:
-    """One round: several answers at once, one behind the other, for so long."""
+@contextmanager
+def sampling(where: Path, events: Path, hertz: float) -> Iterator[psutil.Process]:
+    """The sampler's process, sampling when this is entered."""
+    command = [sys.executable, "-c", SAMPLE, str(where), str(events), str(hertz)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = psutil.Process(process.pid)
+        try:
+            yield found
+        finally:
+            found.resume()
+            process.communicate("\n", timeout=60)
+
+
+@contextmanager
+def busy(client: EngineClient, at_once: int) -> Iterator[None]:
+    """The engine answers so many at once, one behind the other, until left."""
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-    engine_s, other_s, started_s = spent_s(engine), spent_s([other.usage]), time.perf_counter()
+    over = threading.Event()
 
-    def ask(_: int) -> int:
-        count = 0
-        while time.perf_counter() - started_s < seconds:
-            count += client.complete("what does a cow say?", params=params).usage.completion_tokens
-        return count
+    def ask() -> None:
+        while not over.is_set():
+            client.complete("what does a cow say?", params=params)
 
-    with ThreadPoolExecutor(at_once) as pool:
-        count = sum(pool.map(ask, range(at_once)))
-    took_s = time.perf_counter() - started_s
-    cores = os.cpu_count() or 1
-    return Round(
-        count / took_s, 1e6 * (spent_s(engine) - engine_s) / count, (spent_s([other.usage]) - other_s) / took_s / cores
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(at_once)]
+    for index, thread in enumerate(threads):
+        thread.start()
+        time.sleep(0.2 * index)  # so that answers do not all end at once
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def measured(look: Callable[[], Moment], seconds: float) -> Slice:
+    before = look()
+    time.sleep(seconds)
+    after = look()
+    tokens = after.stats.generated_tokens - before.stats.generated_tokens
+    return Slice(
+        tokens / (after.stats.time_s - before.stats.time_s),
+        1e-3 * (after.engine_ns - before.engine_ns) / tokens,
+        1e-9 * (after.sampler_ns - before.sampler_ns) / (after.at_s - before.at_s),
     )
 
 
+def take_pairs(
+    look: Callable[[], Moment], sampler: psutil.Process, given: argparse.Namespace
+) -> list[tuple[Slice, Slice]]:
+    """Pairs (without, watched) until the time is over; a switch lies before every second slice alone: ABBA."""
+    pairs: list[tuple[Slice, Slice]] = []
+    until_s = time.monotonic() + given.seconds
+    while time.monotonic() < until_s:
+        found: dict[bool, Slice] = {}
+        for watched in (len(pairs) % 2 == 0, len(pairs) % 2 == 1):
+            (sampler.resume if watched else sampler.suspend)()
+            time.sleep(SETTLE_S)
+            found[watched] = measured(look, given.slice)
+        pairs.append((found[False], found[True]))
+    return pairs
+
+
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval by order statistics, whatever the distribution and whatever a few rounds met."""
-    ordered, count = sorted(values), len(values)
-    below = 0.0
-    for rank in range(count // 2):
-        below += math.comb(count, rank) / 2**count
-        if below > 0.025:
-            break
-    else:
-        rank = count // 2
-    rank = max(0, rank - 1)
-    return statistics.median(ordered), ordered[rank], ordered[count - 1 - rank]
+    """The median and its 95 % interval, from medians of as many draws with replacement."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    return statistics.median(values), medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS) - 1]
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=4.0, help="a round")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of measuring, at the least one pair")
+    parser.add_argument("--slice", type=float, default=1.0, help="seconds")
+    parser.add_argument("--keep", type=Path, help="add the pairs to this file and show the figures of all it holds")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--hertz", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=None, help="of the engine (default: as many as cores)")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "engine"
         options = {"max_batch": given.at_once, "max_context": 512, "threads": given.threads}
         with Host.start(MENAGERIE, run_dir=where, **options) as host:
             host.wait_ready(300)
-            client, engine = host.client(), [psutil.Process(pid) for pid in host.pids]
-            other = Other(where, Path(folder) / "events.sqlite", given.hertz)
-            measured(client, engine, other, given.seconds, given.at_once)
-            without: list[Round] = []
-            watched: list[Round] = []
-            for pair in range(given.pairs):
-                for sampling in (pair % 2 == 0, pair % 2 == 1):
-                    if sampling:
-                        other.turn()
-                    time.sleep(SETTLE_S)  # before either kind of round: an engine that has just rested is another
-                    one = measured(client, engine, other, given.seconds, given.at_once)
-                    if sampling:
-                        other.turn()
-                    (watched if sampling else without).append(one)
-            other.close()
-    report(without, watched, given.hertz)
+            client = host.client()
+            with sampling(where, Path(folder) / "events.sqlite", given.hertz) as sampler, busy(client, given.at_once):
+
+                def look() -> Moment:
+                    stats = client.glance()
+                    assert stats is not None, "an engine that steps lays its statistics out"
+                    return Moment(stats, sum(map(spent_ns, host.pids)), spent_ns(sampler.pid), time.monotonic())
+
+                measured(look, 3.0)  # the first answers are those of a start
+                pairs = take_pairs(look, sampler, given)
+    if given.keep is not None:
+        with given.keep.open("a") as file:
+            file.writelines(json.dumps(pair) + "\n" for pair in pairs)
+        lines = given.keep.read_text().splitlines()
+        pairs = [(Slice(*without), Slice(*watched)) for without, watched in map(json.loads, lines)]
+    report(pairs, given.hertz)
 
 
-def report(without: Sequence[Round], watched: Sequence[Round], hertz: float) -> None:
-    losses = [100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b in zip(without, watched, strict=True)]
-    dearer = [100 * (b.engine_us_per_token / a.engine_us_per_token - 1) for a, b in zip(without, watched, strict=True)]
-    plain, seen = (statistics.median(one.tokens_per_s for one in rounds) for rounds in (without, watched))
-    print(f"{len(losses)} pairs: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
-    middle, low, high = interval(losses)
-    print(f"telemetry takes {middle:.2f} % of the throughput (95 %: {low:.2f} to {high:.2f})")
-    middle, low, high = interval(dearer)
-    cost = statistics.median(one.engine_us_per_token for one in without)
+def report(pairs: Sequence[tuple[Slice, Slice]], hertz: float) -> None:
+    plain, seen = (statistics.median(pair[side].tokens_per_s for pair in pairs) for side in (0, 1))
+    print(f"{len(pairs)} pairs: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
+    losses = interval([100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b in pairs])
+    print("telemetry takes {:.2f} % of the throughput (95 %: {:.2f} to {:.2f})".format(*losses))
+    cost = statistics.median(a.engine_us_per_token for a, _ in pairs)
+    dearer = interval([100 * (b.engine_us_per_token / a.engine_us_per_token - 1) for a, b in pairs])
+    grows = "grows by {:.2f} % (95 %: {:.2f} to {:.2f})".format(*dearer)
+    print(f"the engine's processor time a token, {cost:,.0f} us, {grows}")
+    cores, share = os.cpu_count() or 1, interval([100 * watched.sampler_share for _, watched in pairs])
     print(
-        f"the engine's processor time a token, {cost:,.0f} us, grows by {middle:.2f} % (95 %: {low:.2f} to {high:.2f})"
-    )
-    middle, low, high = interval([100 * one.sampler_share for one in watched])
-    cores = os.cpu_count() or 1
-    print(
-        f"the sampler's process takes {middle:.3f} % of the time of all {cores} cores (95 %: {low:.3f} to {high:.3f}),"
-        f" {cores * middle:.2f} % of one"
+        "the sampler's process takes {:.3f} % of one core (95 %: {:.3f} to {:.3f})".format(*share)
+        + f", {share[0] / cores:.3f} % of all {cores}"
     )
 
 
