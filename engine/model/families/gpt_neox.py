@@ -19,10 +19,11 @@ def _base(config: Config, base: float) -> None:
 
 def _neox(config: Config) -> ModelSpec:
     parallel, bias = bool(config.get("use_parallel_residual", True)), bool(config.get("attention_bias", True))
-    size = config.size("hidden_size") // config.size("num_attention_heads")
+    heads = config.size("num_attention_heads")
+    size = config.size("hidden_size") // heads
     _base(config, float(config.get("rotary_emb_base", 10000)))
     positions = rope(config, size, partial=float(config.get("rotary_pct", 0.25)))
-    attention = gqa(config, fused=True, rope=positions, qkv_bias=bias, output_bias=bias)
+    attention = gqa(config, num_kv_heads=heads, fused=True, rope=positions, qkv_bias=bias, output_bias=bias)
     feed_forward = mlp(config, activation=activation(config, default="gelu"), gated=False, bias=True)
     norm, layer = layer_norm(config, "layer_norm_eps"), {"parallel": parallel}
     return decoder(config, "gpt_neox", lambda i: attention, lambda i: feed_forward, norm=norm, layer=layer)
@@ -76,6 +77,8 @@ def _bloom(config: Config) -> ModelSpec:
     config.assume(**{ours: config.get(theirs) for ours, theirs in older.items() if theirs in config})
     config.only("n_embed", config.size("hidden_size"), default=config.size("hidden_size"))
     onto_norms = bool(config.get("apply_residual_connection_post_layernorm", False))
+    if int(config.get("pretraining_tp", 1)) > 1:  # sums of slices, which leave biases out
+        config.only("slow_but_exact", False, default=False)
     for key in ("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "masked_softmax_fusion", "offset_alibi"):
         config.get(key)  # how sums are ordered, or of code that is gone
     hidden, norm = config.size("hidden_size"), layer_norm(config, "layer_norm_epsilon")

@@ -27,6 +27,7 @@ SILENT: Mapping[str, Mapping[str, Any]] = {  # what an architecture's own code t
     "glm4v_moe_text": {"n_shared_experts": 1, "attention_bias": True},
     "glm_moe_dsa": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "hy_v3": {"num_shared_experts": 1, "router_scaling_factor": 2.826},
+    "kimi_k2": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "mistral4": {"n_shared_experts": 1},
     "sarvam_mla": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "sarvam_moe": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},

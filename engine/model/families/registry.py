@@ -15,6 +15,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.silence import assumed
 from firstlight.engine.model.foreign import Foreign, ForeignSpec
 from firstlight.engine.model.rules import Matcher, Part, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
@@ -237,6 +238,7 @@ class Families(Mapping[str, Family]):
 
     def _spec(self, family: Family, config: Config) -> ModelSpec:
         inner = [self._spec(*self._nested(part, config)) for part in family.parts]
+        assumed(config)
         try:
             # Values go into the spec as they are written; to JSON and back checks the type of each.
             return msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.model.families.silence import KEY_HEADS, OTHERS
 from tests.checkpoints import TINY
 from tests.sweep.small import tiny
 
@@ -71,3 +72,32 @@ def test_a_base_without_the_scaling_of_its_architecture_is_said() -> None:
         spec, _ = FAMILIES.describe(given | fields)
         said = [found for found in spec.findings if "has a rope base and no scaling" in found.message]
         assert bool(said) is is_said, fields
+
+
+def test_values_that_are_assumed_are_those_of_the_references_own_code() -> None:
+    """As many key heads as query heads is not what most architectures take where the file is silent."""
+    import transformers
+
+    listed = {name: count for count, names in KEY_HEADS.items() for name in names.split()}
+    for model_type in FAMILIES:
+        if model_type not in transformers.CONFIG_MAPPING or model_type in ("deepseek_v4", "dbrx"):  # stated, or another
+            continue
+        own = transformers.CONFIG_MAPPING[model_type]().get_text_config()
+        if own.model_type != model_type:
+            continue
+        heads = getattr(own, "num_attention_heads", None)
+        expected = getattr(own, "num_key_value_heads", None) or heads
+        assert listed.get(model_type, heads) == expected, model_type
+        for key, value in OTHERS.get(model_type, {}).items():
+            assert getattr(own, key) == value, (model_type, key)
+
+
+def test_what_a_file_says_is_never_replaced_by_what_is_assumed() -> None:
+    raw = {**tiny("mistral"), "num_attention_heads": 16, "hidden_size": 128}
+    heads = {}
+    for said in ("absent", None, 4):
+        given = {key: value for key, value in raw.items() if key != "num_key_value_heads"}
+        if said != "absent":
+            given["num_key_value_heads"] = said
+        heads[said] = FAMILIES.describe(given)[0].layers[0].mixer.num_kv_heads  # type: ignore[union-attr]
+    assert heads == {"absent": 8, None: 16, 4: 4}
