@@ -1,6 +1,6 @@
 """Experts in memory on demand: as many as a budget holds, and of those the ones that were used last.
 
-Legend: T tokens, k chosen experts, C experts that have room, E experts of this rank.
+Legend: T tokens, k chosen experts, M rows of a token and one of its experts, C experts that have room, H hidden.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ from firstlight.engine.weights.pages import aligned
 from firstlight.engine.weights.placing import STORED_DTYPES
 from firstlight.engine.weights.residency import STAGING_BYTES, ResidencyReport, staging_bytes, too_small, zero_padding
 
-# Slot numbers [T, k], tensors of slots [C, ...] by name, the expert in each slot [C] -> what they contribute.
-Call = Callable[[Tensor, dict[str, Tensor], Tensor], Tensor]
+MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights is bounded
+
+# Places [M] in [T, k] counted through, the slot of each [M, 1], tensors of slots [C, ...] by name, the expert in each
+# slot [C] -> what each place contributes to its token [M, H], float32.
+Call = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor], Tensor]
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
@@ -81,26 +84,31 @@ class ExpertCache:
         return self._sites[site][0].shape[0]
 
     def routed(self, site: str, ids_Tk: Tensor, first: int, call: Call) -> Tensor:
-        """The sum of what `call` gives for all experts that tokens chose, in as many goes as there must be.
+        """The sum [T, H], float32, of what the experts that tokens chose contribute, in as many goes as there must be.
 
-        `ids_Tk` are global numbers, of which [first, first + E) are here; `call` gets slots in their place, a number
-        that no slot has where an expert is not its turn, and, for each slot, the local number of the expert in it.
+        `ids_Tk` are global numbers, of which [first, first + E) are here. Contributions are added one expert after the
+        other, by number, as where all are in memory: how many have room changes no bit of the sum.
         """
         bank, count = self._banks[site], self.experts(site)
-        local_Tk = ids_Tk.to("cpu", torch.int64) - first
-        wanted = sorted({one for one in local_Tk.flatten().tolist() if 0 <= one < count})
-        total: Tensor | None = None
-        for begin in range(0, max(1, len(wanted)), bank.size):
-            group = wanted[begin : begin + bank.size]
+        places: dict[int, list[int]] = {}
+        for place, expert in enumerate((ids_Tk - first).flatten().tolist()):
+            if 0 <= expert < count:
+                places.setdefault(expert, []).append(place)
+        sum_TH: Tensor | None = None
+        for group in _goes(places, bank.size):
             slots = self.hold(site, group)
-            place_E = torch.full((count + 1,), bank.size, dtype=torch.int64)
-            place_E[group] = torch.tensor(slots, dtype=torch.int64)
-            inside_Tk = torch.where((local_Tk >= 0) & (local_Tk < count), local_Tk, count)
-            slot_ids_Tk = place_E[inside_Tk].to(ids_Tk.device, ids_Tk.dtype)
-            part = call(slot_ids_Tk, bank.tensors, bank.experts_of(site))
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+            rows = [len(places[one]) for one in group]
+            place_M = torch.tensor([place for one in group for place in places[one]], dtype=torch.int64)
+            slot_M1 = torch.tensor(slots, dtype=ids_Tk.dtype).repeat_interleave(torch.tensor(rows), dim=0)[:, None]
+            place_M, slot_M1 = place_M.to(ids_Tk.device), slot_M1.to(ids_Tk.device)
+            part_MH = call(place_M, slot_M1, bank.tensors, bank.experts_of(site))
+            if sum_TH is None:
+                sum_TH = part_MH.new_zeros(ids_Tk.shape[0], part_MH.shape[1])
+            token_M = place_M // ids_Tk.shape[1]
+            for token, part in zip(token_M.split(rows), part_MH.split(rows), strict=True):
+                sum_TH.index_add_(0, token, part)
+        assert sum_TH is not None
+        return sum_TH
 
     def hold(self, site: str, experts: Sequence[int]) -> list[int]:
         """Slots with these experts of a site, by local number; all of them stay until the next call."""
@@ -263,6 +271,19 @@ def _counts(
         least = other_bytes + max(math.ceil(whole / all_of[key]) for key in groups)
         raise too_small(budget_bytes, least, "one expert of each kind, and what is always there")
     return counts
+
+
+def _goes(places: dict[int, list[int]], size: int) -> Iterator[list[int]]:
+    """Experts in order, `size` of them at once and no more rows than one product takes; one empty go for none."""
+    group: list[int] = []
+    rows = 0
+    for expert in sorted(places):
+        if group and (len(group) == size or rows + len(places[expert]) > MOST_ROWS):
+            yield group
+            group, rows = [], 0
+        group.append(expert)
+        rows += len(places[expert])
+    yield group
 
 
 def _one(storage: Storage, name: str) -> Storage:

@@ -43,8 +43,6 @@ def hold(
         if len(always.storages) == len(pieces.storages):
             raise _no_experts()
     other_bytes = sum(aligned(storage.nbytes) for storage in always.storages)
-    if budget_bytes is not None and other_bytes > budget_bytes:
-        raise too_small(budget_bytes, other_bytes, "what is always there")
     coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads)
     stream = LayerStream(*coming) if kind == "streamed" else None
     experts = ExpertCache(*coming) if kind == "experts" else None

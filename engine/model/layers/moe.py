@@ -1,6 +1,7 @@
 """Mixture of experts.
 
-Legend: T tokens, H hidden, Z the experts' own width, E experts and F intermediate width on this rank, k chosen.
+Legend: T tokens, H hidden, Z the experts' own width, E experts and F intermediate width on this rank, k chosen,
+M places: a token and one of the experts that it chose.
 """
 
 from __future__ import annotations
@@ -89,12 +90,16 @@ class MoE:
             return self._product(self._experts, x_TZ, ids_Tk, weights_Tk, first, biases, batch)
         assert self._cached is not None
 
-        def of_slots(slots_Tk: Tensor, held: dict[str, Tensor], expert_C: Tensor) -> Tensor:
+        def of_slots(place_M: Tensor, slot_M1: Tensor, held: dict[str, Tensor], expert_C: Tensor) -> Tensor:
+            """Each place by itself, rounded as an operator rounds it before it adds up what a token chose."""
             entry, down = (None if one is None else one[expert_C] for one in biases)
-            return self._product(held, x_TZ, slots_Tk, weights_Tk, 0, (entry, down), batch)
+            rows_MZ, weight_M1 = x_TZ[place_M // ids_Tk.shape[1]], weights_Tk.reshape(-1)[place_M, None].float()
+            by_M1 = weight_M1 if self.spec.weigh_input else torch.ones_like(weight_M1)
+            part_MZ = self._product(held, rows_MZ, slot_M1, by_M1, 0, (entry, down), batch)
+            return part_MZ.float() if self.spec.weigh_input else part_MZ * weight_M1
 
         first = batch.comms.ep.index * self._cached.experts(self._site)
-        return self._cached.routed(self._site, ids_Tk, first, of_slots)
+        return self._cached.routed(self._site, ids_Tk, first, of_slots).to(x_TZ.dtype)
 
     def _product(
         self,
