@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
@@ -30,9 +31,14 @@ from firstlight.engine.weights.sources.base import (
 )
 from firstlight.engine.weights.sources.retry import Interrupted, Patience, Retry, Target, fill
 
+if TYPE_CHECKING:
+    from httpcore import NetworkStream
+
 HTTP_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=2 << 20, gap_bytes=64 << 10, in_flight=16)
 MOST_REDIRECTS = 5
 REMEMBER_S = 60.0  # how long the end of a redirect is used without asking again: signed addresses expire
+CONNECT_S = 10.0  # a server that is there answers that much sooner
+UNWANTED = "nobody wants it any longer"
 LOOK = "open the address in a browser"
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
@@ -49,8 +55,9 @@ class HttpFiles:
         self._pinned = dict(pinned or {})
         self._ends: dict[str, tuple[httpx.URL, float]] = {}
         self._lock = threading.Lock()
+        self._links: weakref.WeakSet[NetworkStream] = weakref.WeakSet()  # every connection there is
         self._client = httpx.Client(
-            timeout=httpx.Timeout(self.retry.stall_s, pool=None),
+            timeout=httpx.Timeout(self.retry.stall_s, pool=None, connect=min(self.retry.stall_s, CONNECT_S)),
             limits=httpx.Limits(
                 max_connections=2 * HTTP_SHAPE.in_flight, max_keepalive_connections=HTTP_SHAPE.in_flight
             ),
@@ -93,12 +100,24 @@ class HttpFiles:
         self._client.close()
 
     @contextmanager
-    def answer(self, name: str, first: int, last: int) -> Iterator[httpx.Response]:
-        """The answer to a request for bytes [first, last], redirects followed within bounds. Raises `Interrupted`."""
+    def answer(self, name: str, first: int, last: int, stop: threading.Event | None = None) -> Iterator[httpx.Response]:
+        """The answer to a request for bytes [first, last], redirects followed within bounds. Raises `Interrupted`.
+
+        `stop` ends the wait for it, once the connections are cut as well.
+        """
         url = self._where(name)
+
+        def follow(event: str, info: Mapping[str, Any]) -> None:
+            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                with self._lock:
+                    self._links.add(info["return_value"])
+            elif event == "http11.receive_response_headers.started" and stop is not None and stop.is_set():
+                raise Interrupted(UNWANTED)
+
         try:
             for _ in range(MOST_REDIRECTS + 1):
-                request = self._client.build_request("GET", url, headers={"Range": f"bytes={first}-{last}"})
+                ranges, extensions = {"Range": f"bytes={first}-{last}"}, {"trace": follow}
+                request = self._client.build_request("GET", url, headers=ranges, extensions=extensions)
                 response = self._client.send(request, stream=True)
                 try:
                     if not response.has_redirect_location:
@@ -113,6 +132,13 @@ class HttpFiles:
         except httpx.TransportError as error:
             raise Interrupted(str(error) or type(error).__name__) from error
         raise self._refused(name, f"more than {MOST_REDIRECTS} redirects", "an answer")
+
+    def cut_all(self) -> None:
+        """End every connection: what is asked for on one of them by anybody else is asked for again."""
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            cut(link)
 
     def judge(self, name: str, response: httpx.Response) -> None:
         """Raise what a status other than 200, 206 and 416 means: `Refused`, or `Interrupted` if it may pass."""
@@ -207,7 +233,7 @@ class HttpFile:
         self._expected = expected
         self._file = source.address(name)
         self._stop = threading.Event()
-        self._streams: dict[int, httpx.Response] = {}  # answers that are being read, by thread
+        self._streams: dict[int, httpx.Response | None] = {}  # answers by thread; None: it is being waited for
 
     def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         target = Target(offset_bytes, buffers)
@@ -225,22 +251,27 @@ class HttpFile:
     def stop(self) -> None:
         """Ask for nothing again, and cut the connections on which something is awaited."""
         self._stop.set()
-        for response in list(self._streams.values()):
-            cut(response)
+        waited = list(self._streams.values())
+        if None in waited:  # which connection it is on is not known before it comes
+            self._source.cut_all()
+        for response in waited:
+            if response is not None and "network_stream" in response.extensions:
+                cut(response.extensions["network_stream"])
 
     def close(self) -> None:
         """Connections belong to the source."""
 
     def _attempt(self, target: Target) -> None:
         first, last = target.offset_bytes, target.offset_bytes + target.left - 1
+        self._streams[threading.get_ident()] = None
         try:
-            with self._source.answer(self._name, first, last) as response:
+            with self._source.answer(self._name, first, last, self._stop) as response:
                 self._source.judge(self._name, response)
                 self._refuse_others(response, first, last)
                 self._streams[threading.get_ident()] = response
                 for part in response.iter_raw():
                     if self._stop.is_set():
-                        raise Interrupted("nobody wants it any longer")
+                        raise Interrupted(UNWANTED)
                     target.accept(memoryview(part))
         except httpx.TransportError as error:
             raise Interrupted(str(error) or type(error).__name__) from error
@@ -272,10 +303,9 @@ class HttpFile:
             raise Interrupted(f"asked for bytes {first}-{last}, got {response.headers['content-range']}")
 
 
-def cut(response: httpx.Response) -> None:
-    """End the connection of an answer that another thread is reading."""
-    stream = response.extensions.get("network_stream")
-    held = stream.get_extra_info("socket") if stream is not None else None
+def cut(stream: NetworkStream) -> None:
+    """End a connection on which another thread waits or reads."""
+    held = stream.get_extra_info("socket")
     if held is not None:
         with suppress(OSError):  # it has ended already
             held.shutdown(socket.SHUT_RDWR)

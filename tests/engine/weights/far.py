@@ -124,6 +124,12 @@ def stall(handler: Handler, content: bytes) -> bool:
     return True
 
 
+def silent(handler: Handler, content: bytes) -> bool:
+    """The request is taken, and nothing is answered as long as the server is there."""
+    handler.web.over.wait()
+    return True
+
+
 def status(code: int, **headers: str) -> Fault:
     def fault(handler: Handler, content: bytes) -> bool:
         handler.plain(code, **headers)

@@ -158,6 +158,28 @@ def test_patience_is_counted_from_the_last_byte_in_seconds(web: far.Web, content
     source.close()
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["a new connection", "one that served before"])
+def test_a_server_that_accepts_and_says_nothing_holds_nobody(is_known: bool, web: far.Web, content: bytes) -> None:
+    """What stops a read ends the wait for an answer of which not even the first byte has come."""
+    pinned = {NAME: FileStat(len(content), web.version(NAME))}
+    source = HttpFiles(web.url, pinned, Retry(stall_s=20 * PATIENCE_S, patience_s=20 * PATIENCE_S))
+    if is_known:
+        assert read(source, 0, 1000) == content[:1000]
+    web.always[NAME] = far.silent
+    before, file, refused = len(web.asked[NAME]), source.open(NAME), threading.Event()
+
+    def attempt() -> None:
+        with pytest.raises(Refused):
+            file.read_into(0, [memoryview(bytearray(1000))])
+        refused.set()
+
+    threading.Thread(target=attempt, daemon=True).start()
+    until(lambda: len(web.asked[NAME]) > before)
+    file.stop()
+    assert refused.wait(PATIENCE_S)
+    source.close()
+
+
 def test_the_first_failure_ends_what_other_readers_are_trying(web: far.Web, content: bytes) -> None:
     """One of them was told that it will not pass; another waits for a server that says nothing for long."""
     (web.home / "gone").write_bytes(content)
