@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -130,6 +131,7 @@ class Engine:
         cannot be served: a bad picture, too long a prompt, an engine that drains.
         """
         self._refuse_unless_open()
+        self.frontend.refuse_endless(prompt, self.scheduler.limits.max_context)
         number = next(self._numbers)
         request = self.frontend.request(number, prompt, pictures, params, chat)
         room = self.scheduler.limits.max_context - len(request.prompt_ids)
@@ -365,16 +367,17 @@ class Engine:
         """Hand the new tokens to their streams, and end what a stop string or a fault ended."""
         sampled = {one.number: one for one in result.sampled}
         for step in steps:
-            stream = self._streams[step.number]
+            stream, free = self._streams[step.number], partial(self._free, step.number)
             if step.token < 0:
-                self.scheduler.finish(step.number)
+                free()
                 stream.end("error", "the logits are not finite: the weights or an operator are at fault")
-                del self._streams[step.number]
-                continue
-            finish = stream.push(step.token, _logprob_of(sampled[step.number]), step.finish)
-            if finish is not None:
-                self.scheduler.finish(step.number)
-                del self._streams[step.number]
+            else:
+                stream.push(step.token, _logprob_of(sampled[step.number]), step.finish, free)
+
+    def _free(self, number: int) -> None:
+        """A request is over; whoever is told so finds that it holds nothing any more."""
+        self.scheduler.finish(number)
+        del self._streams[number]
 
     def _count(self, request: Request, finish: FinishReason, usage: Usage) -> None:
         self._counters.ended(finish, request.number, usage, len(request.image_spans))

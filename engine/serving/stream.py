@@ -55,8 +55,13 @@ class Stream:
         if self._started_s is None:
             self._started_s = time.perf_counter()
 
-    def push(self, token: int, logprob: TokenLogprob | None, finish: FinishReason | None) -> FinishReason | None:
-        """Take in a token; returns how the answer ends with it, which a stop string may decide here."""
+    def push(
+        self, token: int, logprob: TokenLogprob | None, finish: FinishReason | None, free: Callable[[], None]
+    ) -> None:
+        """Take in a token. Where the answer ends with it, which a stop string may decide here, `free` is called first.
+
+        Whoever has the last delta finds that the request holds nothing any more.
+        """
         if self._first_s is None:
             self._first_s = time.perf_counter()
         self._count += 1
@@ -65,10 +70,10 @@ class Stream:
             text = self._detokenizer.push(token)
             if self._detokenizer.stopped:
                 finish = "stop"
-        if finish is not None and self._detokenizer is not None:
-            text += self._detokenizer.finish()
+        if finish is not None:
+            text += self._detokenizer.finish() if self._detokenizer is not None else ""
+            free()
         self._give(text, (token,), () if logprob is None else (logprob,), finish)
-        return finish
 
     def end(self, finish: FinishReason, error: str | None = None) -> None:
         """End the answer from outside: aborted, or the engine failed."""

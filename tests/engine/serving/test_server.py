@@ -23,7 +23,7 @@ from firstlight.engine.serving.desk import Desk
 from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import HostOptions
-from firstlight.engine.serving.request import SamplingParams
+from firstlight.engine.serving.request import Delta, SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from tests.engine.serving.conftest import MENAGERIE, PICTURES
 from tests.waiting import PATIENCE_S, until
@@ -138,6 +138,16 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, single: En
     )
     assert answer.choices[0].text == wanted[: wanted.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
+    held: list[int] = []
+
+    def listener(delta: Delta) -> None:
+        if delta.finish is not None:
+            held.append(single.scheduler.num_running)
+
+    single.submit(prompt, (), SamplingParams(max_new_tokens=24, ignore_eos=True, stop=(stop,)), False, listener)
+    while single.step():
+        pass
+    assert held == [0], "who has the answer finds that it holds nothing any more"
 
 
 def test_completions_take_token_ids_and_give_log_probabilities(client: openai.OpenAI, single: Engine) -> None:
