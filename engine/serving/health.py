@@ -174,6 +174,33 @@ def start_beating(
     return thread
 
 
+class Awake:
+    """A clock for who watches others, which stands while the watcher itself does not run: a machine that was paused, or
+    that had so much else to do, kept the others from speaking as well.
+
+    Between two readings no more than `most_s` pass; whoever uses it reads it more often than that. Any thread may.
+    """
+
+    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_s = most_s
+        self._clock = clock
+        self._read_s = clock()
+        self._now_s = 0.0
+        self._reading = threading.Lock()
+
+    @classmethod
+    def of_period(cls, period_s: float) -> Awake:
+        """For who looks every `period_s`."""
+        return cls(1.0 + 2.0 * period_s)
+
+    def __call__(self) -> float:
+        with self._reading:
+            now_s = self._clock()
+            self._now_s += min(now_s - self._read_s, self._most_s)
+            self._read_s = now_s
+            return self._now_s
+
+
 class Watch:
     """Judges ranks by their beats, on its own clock. `look` reads them; `judge` names the first rank at fault."""
 

@@ -26,7 +26,7 @@ from firstlight.engine.parallel.cluster import Place, place_from_environment, us
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Failure
+from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Awake, Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.rank import RankProcess
 from firstlight.engine.serving.stream import EngineFailed
@@ -118,7 +118,8 @@ class Sentry:
         self.deadline_s = deadline_s
         self._place = place
         self._leave = leave
-        self._seen_s = time.monotonic() + STAGE_DEADLINES_S["spawn"]  # rank 0 may come late
+        self._awake = Awake.of_period(BEAT_PERIOD_S)
+        self._seen_s = self._awake() + STAGE_DEADLINES_S["spawn"]  # rank 0 may come late
         for target in (self._ask, self._judge):
             threading.Thread(target=target, name="sentry", daemon=True).start()
 
@@ -127,13 +128,13 @@ class Sentry:
         try:
             while True:
                 if store.check(["alive"]) and (now := store.get("alive")) != last:
-                    last, self._seen_s = now, time.monotonic()
+                    last, self._seen_s = now, self._awake()
                 time.sleep(BEAT_PERIOD_S)
         except RuntimeError:
             return
 
     def _judge(self) -> None:
-        while (silent_s := time.monotonic() - self._seen_s) <= self.deadline_s:
+        while (silent_s := self._awake() - self._seen_s) <= self.deadline_s:
             time.sleep(BEAT_PERIOD_S)
         where = f"rank {self._place.rank} on host {socket.gethostname()}"
         said = f"rank 0 at {self._place.address} gave no sign of life for {silent_s:.1f} s"

@@ -20,7 +20,7 @@ from firstlight.engine.serving.board import open_board
 from firstlight.engine.serving.boot import bring_up, device_of, ping
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.desk import Desk
-from firstlight.engine.serving.health import Failure, Pulse, Store, Watch, failure_of, start_beating
+from firstlight.engine.serving.health import Awake, Failure, Pulse, Store, Watch, failure_of, start_beating
 from firstlight.engine.serving.line import Line, Note
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.runtime import Engine
@@ -74,7 +74,8 @@ class RankProcess:
         self.desk = Desk(self.pulse, host) if place.rank == 0 else None
         self._verdict, self._over = threading.Event(), threading.Event()
         self._all_seen = threading.Event()  # each rank has said at least once where it is
-        self._heard_s = time.monotonic()
+        self._awake = Awake.of_period(host.beat_period_s)
+        self._heard_s = self._awake()
         if line is not None:
             line.listen(self._take, lambda: os._exit(1))
 
@@ -142,7 +143,11 @@ class RankProcess:
     def _open_desk(self, desk: Desk) -> None:
         watch_store = self._store()
         watch = Watch(
-            self.place.world_size, self.host.deadline_s, self.host.stage_deadlines_s, self.host.step_deadline_s
+            self.place.world_size,
+            self.host.deadline_s,
+            self.host.stage_deadlines_s,
+            self.host.step_deadline_s,
+            self._awake,
         )
 
         def look() -> None:
@@ -153,7 +158,7 @@ class RankProcess:
                     self._hear(watch_store)
                 except RuntimeError:
                     return
-                self._heard_s = time.monotonic()
+                self._heard_s = self._awake()
                 desk.beats = tuple(beat for _, beat in sorted(watch.beats.items()))
                 if len(desk.beats) == self.place.world_size:
                     self._all_seen.set()
@@ -180,7 +185,7 @@ class RankProcess:
             self._take(Note(failure=msgspec.json.decode(store.get("failed"), type=Failure)))
 
     def _deaf(self) -> Failure | None:
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = self._awake() - self._heard_s
         if silent_s <= self.host.deadline_s:
             return None
         reason = f"the store at {self.place.address}:{self.place.port} has not answered for {silent_s:.1f} s"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.serving.health import Failure, Status, Store, Watch
+from firstlight.engine.serving.health import Awake, Failure, Status, Store, Watch
 from firstlight.engine.serving.line import Line, Note, line_pair
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 
@@ -122,7 +122,13 @@ class Supervisor:
     def fork(self, run_rank: object) -> None:
         """Start every rank. Nothing here has threads yet, so a fork is a whole process."""
         host = self.order.host
-        self._watch = Watch(self.handle.mesh.world_size, host.deadline_s, host.stage_deadlines_s, host.step_deadline_s)
+        self._watch = Watch(
+            self.handle.mesh.world_size,
+            host.deadline_s,
+            host.stage_deadlines_s,
+            host.step_deadline_s,
+            Awake.of_period(host.beat_period_s),
+        )
         for index in range(self.order.engine.mesh.world_size):
             if self._owner_is_gone():
                 break  # `watch` sees it too

@@ -5,7 +5,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.engine.serving.health import Beat, Pulse, Watch, failure_of
+from firstlight.engine.serving.health import Awake, Beat, Pulse, Watch, failure_of
 
 
 class Clock:
@@ -61,6 +61,23 @@ def test_a_silent_rank_is_lost_after_the_deadline_with_its_phase(clock: Clock) -
     assert (failure.rank, failure.phase) == (1, "step 7 decode, all_reduce tp")
     assert failure.since_s == pytest.approx(4.0)
     assert "deadline 3 s" in failure.reason
+
+
+def test_a_watcher_that_did_not_run_holds_nobody_to_that_time(clock: Clock) -> None:
+    """A machine that was paused for a minute: the ranks were as well, and speak again after a moment."""
+    watch = Watch(2, deadline_s=3.0, clock=Awake(1.0, clock))
+    for rank in (0, 1):
+        watch.take(beat(rank, 1))
+    clock.now_s += 60.0
+    assert watch.judge() is None
+    watch.take(beat(0, 2))
+    for _ in range(5):
+        clock.now_s += 0.5
+        failure = watch.judge()
+        watch.take(beat(0, int(clock.now_s)))
+    assert failure is not None, "one that stays silent is lost all the same"
+    assert failure.rank == 1
+    assert failure.since_s == pytest.approx(3.5)
 
 
 def test_a_rank_that_never_came_is_lost_in_spawn(clock: Clock) -> None:
