@@ -27,6 +27,12 @@ def has_collapse() -> bool:
     return release >= (6, 1) and "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
 
 
+def has_room() -> bool:
+    """The system has huge pages to give without moving others' memory: a machine that ran for long may have none."""
+    counts = [[int(word) for word in line.split()[4:]] for line in Path("/proc/buddyinfo").read_text().splitlines()]
+    return sum(count << (order - 9) for zone in counts for order, count in enumerate(zone) if order >= 9) >= 200
+
+
 def resident_bytes() -> int:
     gc.collect()
     return psutil.Process().memory_info().rss
@@ -108,7 +114,7 @@ def test_report_says_what_the_system_gave() -> None:
     assert asked.huge_page_bytes is not None
     assert asked.huge_page_bytes % HUGE_PAGE_BYTES == 0
     assert asked.huge_page_reason is None
-    if "[never]" not in enabled:
+    if "[never]" not in enabled and has_room():
         assert asked.huge_page_bytes >= 32 << 20, (
             "the system grants huge pages but gave fewer than half of those asked for"
         )
@@ -163,7 +169,7 @@ def test_slow_huge_pages_are_not_waited_for() -> None:
     for thread in threading.enumerate():
         if thread.name == "join weights":
             thread.join()
-    if has_collapse():
+    if has_collapse() and has_room():
         assert (pool.report().huge_page_bytes or 0) >= 60 << 20
     assert torch.equal(data, before_joining)
     pool.check()
