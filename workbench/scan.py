@@ -259,6 +259,8 @@ def _destination(ledger: Ledger, kind: Kind) -> str:
     """Where the tensors of one kind go: parameters, the reason why nowhere, or that nobody knows."""
     if kind.pattern in ledger.fills:
         return with_numbers(ledger.fills[kind.pattern], kind.numbers)
+    if kind.pattern in ledger.strangers:
+        return "nothing"
     params = dict.fromkeys(param for name in kind.names for param in ledger.consumed.get(name, ()))
     if params:
         groups = grouped(params, str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from firstlight.engine.weights.sources.base import AnyPath, ByteSource
 from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
 from firstlight.engine.weights.uncollected import uncollected
 
+_NAME = attrgetter("name")
 COMPARED_BYTES = 64 << 20  # of tensors that two shards hold
 
 
@@ -210,7 +212,9 @@ def _headers(
             continue
         headers.append(header)
         findings.extend(header.findings)
-    tensors = {tensor.name: tensor for header in headers for tensor in header.tensors}
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        tensors.update(zip(map(_NAME, header.tensors), header.tensors, strict=True))
     if len(tensors) != sum(len(header.tensors) for header in headers):
         findings.extend(_settle_copies(tensors, headers, weight_map, source))
     return tensors, findings, broken

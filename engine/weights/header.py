@@ -60,7 +60,7 @@ class _Metadata(msgspec.Struct):
     metadata: Any = msgspec.field(default=None, name=METADATA)
 
 
-_Entries = Mapping[str, _Entry]
+_Entries = dict[str, _Entry]
 _decode_metadata = msgspec.json.Decoder(_Metadata).decode
 _decode_pairs = msgspec.json.Decoder(dict[str, str]).decode
 _decode = msgspec.json.Decoder(dict[str, _Entry]).decode
@@ -123,10 +123,13 @@ def _refuse_dense(file: str, text: bytearray) -> None:
 def _header(file: str, size: int, length: int, text: bytearray) -> Header:
     _refuse_dense(file, text)
     entries, findings = _parse(file, text)
+    entries.pop(METADATA, None)
+    beside = list(_metadata_problems(file, text))
+    text.clear()  # of a million tensors it is much
     tensors = _sound(file, size, 8 + length, entries) if not findings else None
     if tensors is None:
         tensors, findings = _check(file, size, length, entries, findings)
-    findings.extend(_metadata_problems(file, text))
+    findings.extend(beside)
     if length > LIBRARY_CAP_BYTES:
         findings.append(_over_the_cap(file, length, len(tensors)))
     return Header(file, size, tensors, tuple(findings))
@@ -140,8 +143,6 @@ def _sound(file: str, size: int, base: int, entries: _Entries) -> tuple[TensorIn
 
     The same questions as `_check` asks one by one, asked of whole columns, since all but a few headers are sound.
     """
-    if METADATA in entries:
-        entries = {name: entry for name, entry in entries.items() if name != METADATA}
     kinds = list(map(_dtype_and_shape, entries.values()))
     try:
         forms = {kind: (*kind, _kind_bytes(*kind)) for kind in set(kinds)}
@@ -333,9 +334,8 @@ def _check(
             or len(shape) > MAX_DIMS
             or (offsets[1] - offsets[0]) * 8 != math.prod(shape) * bits
         ):
-            if name != METADATA:
-                kind, expected, found = _entry_problem(entry)
-                wrong.setdefault(kind, []).append((name, expected, found))
+            kind, expected, found = _entry_problem(entry)
+            wrong.setdefault(kind, []).append((name, expected, found))
             continue
         tensors.append(TensorInfo(name, entry.dtype or "", shape, file, base + offsets[0], offsets[1] - offsets[0]))
     if not wrong and not findings:

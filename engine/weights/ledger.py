@@ -55,7 +55,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """`sources`: parameter -> where it comes from. `consumed`: tensor -> parameters. `left_out`: tensor -> reason.
 
     A quantized weight's tensors are consumed by the parameters that it fills, scales and all. `fills`: of kinds that
-    were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both. Of very many
+    were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both; `strangers`
+    are patterns of which nothing is consumed. Of very many
     tensors `sources` and `consumed` make entries when they are asked for (`lots.py`), and are no dicts.
     """
 
@@ -66,6 +67,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     unconsumed: tuple[str, ...]
     findings: tuple[Finding, ...]
     fills: dict[str, str] = {}
+    strangers: frozenset[str] = frozenset()
 
     @property
     def complete(self) -> bool:
@@ -410,6 +412,7 @@ class _Book:
             unconsumed=(*self.unconsumed, *(name for kind in self.strangers for name in kind.names)),
             findings=tuple(self.findings),
             fills=self.fills,
+            strangers=frozenset(kind.pattern for kind in self.strangers),
         )
 
 

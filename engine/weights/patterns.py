@@ -36,12 +36,15 @@ def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
     return dict(groups)
 
 
-def numbers(pattern: str, names: Sequence[str]) -> list[list[int]]:
-    """For each `*` of the pattern the numbers that occur in the names, in order; very long ones are left out."""
+def numbers(pattern: str, names: Sequence[str], text: str | None = None) -> list[list[int]]:
+    """For each `*` of the pattern the numbers that occur in the names, in order; very long ones are left out.
+
+    `text`: the names made `bare`, where the caller has it.
+    """
     count = pattern.count("*")
     if not count or not names:
         return [[] for part in pattern.split(".") if part == "*"]
-    columns = columns_of(bare(pattern, names), count, len(names))
+    columns = columns_of(bare(pattern, names) if text is None else text, count, len(names))
     if columns is None:
         places = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
         whole = list(zip(*map(_split, names), strict=True))

@@ -40,7 +40,7 @@ class Kind:
             return numbers(self.pattern, self.names)
         key = f"{self.pattern.count('*')}{self.bare}"
         if key not in self._known:
-            self._known[key] = numbers(self.pattern, self.names)
+            self._known[key] = numbers(self.pattern, self.names, self.bare)
         return self._known[key]
 
     @property
