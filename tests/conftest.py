@@ -15,13 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run, however slow the machine is. `--hypothesis-profile default` looks at others.
-settings.register_profile(
-    "same",
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+# The same examples in every run, however slow the machine is. `--hypothesis-profile others` looks at others.
+for profile, is_same in (("same", True), ("others", False)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        derandomize=is_same,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
 settings.load_profile("same")
 
 # Tests that stand on a browser, on Jupyter's kernels or on network namespaces: marked `outside`.
