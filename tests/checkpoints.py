@@ -228,6 +228,10 @@ TINY: dict[str, Tiny] = {
         tokens=28,
         picture_tokens=10,
     ),
+    "vipllava": Tiny(
+        _llava("clip", llama(num_hidden_layers=2), model_type="vipllava", vision_feature_layer=[-2, -1, 0]),
+        picture_tokens=9,
+    ),
     "llava-moe": Tiny(
         _llava("siglip", _qwen3_moe(num_hidden_layers=2), vision_feature_select_strategy="full"), picture_tokens=9
     ),

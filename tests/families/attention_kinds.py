@@ -52,6 +52,8 @@ def _sparse(model_type: str, **more: Any) -> dict[str, Any]:
 
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
+OLD = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 131, "eos_token_id": 2}
+
 TINY: dict[str, Tiny] = {
     # Llama's layout with another number or flag
     "arcee": Tiny(_kind("arcee", head_dim=8, hidden_act="relu2", mlp_bias=True)),
@@ -109,6 +111,10 @@ TINY: dict[str, Tiny] = {
         )
     ),
     "falcon-one-key-head": Tiny(_kind("falcon", multi_query=True, num_hidden_layers=2)),
+    "gptj": Tiny({**OLD, "model_type": "gptj", "rotary_dim": 4}),
+    "gpt_bigcode": Tiny({**OLD, "model_type": "gpt_bigcode"}),
+    "gpt_bigcode-heads": Tiny({**OLD, "model_type": "gpt_bigcode", "multi_query": False}),
+    "persimmon": Tiny(_kind("persimmon", num_key_value_heads=4, num_hidden_layers=2)),
     "gpt_neox": Tiny(_kind("gpt_neox", num_key_value_heads=4)),
     "hunyuan_v1_dense": Tiny(
         _kind("hunyuan_v1_dense", head_dim=12, **rope("dynamic", alpha=50.0, factor=1.0)),
@@ -374,6 +380,9 @@ MESHES: dict[str, tuple[str, ...]] = {
     "falcon-one-key-head": ("tp2 pp2",),
     "gemma3": ("tp2 pp2",),
     "gpt_neox": ("tp2 pp2",),
+    "gptj": ("tp2 pp2",),
+    "gpt_bigcode": ("tp2 pp2",),
+    "persimmon": ("tp2 pp2",),
     "mimo_v2_flash": ("tp2 ep2",),
     "minicpm3": ("tp2",),
     "nemotron": ("tp2",),

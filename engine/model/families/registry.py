@@ -48,8 +48,10 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "glm4_moe": "glm4_moe glm4v_moe_text",
         "glm4v": "glm4v glm4v_moe glm46v",
         "gpt2": "gpt2",
+        "gpt_bigcode": "gpt_bigcode",
         "gpt_neox": "gpt_neox falcon bloom",
         "gpt_oss": "gpt_oss",
+        "gptj": "gptj",
         "granite_swa": "granite_swa granitemoe_swa hyperclovax",
         "granitemoe": "granitemoe granitemoeshared",
         "granitemoehybrid": "granitemoehybrid",
@@ -91,6 +93,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "olmo": "olmo olmo2 olmo3",
         "olmo_hybrid": "olmo_hybrid",
         "olmoe": "olmoe",
+        "persimmon": "persimmon",
         "phi": "phi",
         "phi3": "phi3",
         "phimoe": "phimoe",
@@ -107,6 +110,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "sigmoid_kin": "afmoe dots1 exaone_moe hy_v3 kolibri1 solar_open",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "vipllava": "vipllava",
     }
 )
 

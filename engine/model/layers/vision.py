@@ -107,13 +107,15 @@ class _Layer:
 
 
 class _Projector:
-    """Linear layers with the activation between them."""
+    """Linear layers with the activation between them, behind a norm or not."""
 
     def __init__(self, spec: Projector, weights: Access) -> None:
+        self._norm = None if spec.norm is None else Norm(spec.norm, weights.into("norm"))
         self._linears = [weights.linear(str(index)) for index in range(len(spec.widths) - 1)]
         self._activation = ACTIVATIONS[spec.activation]
 
     def __call__(self, x_BSH: Tensor) -> Tensor:
+        x_BSH = x_BSH if self._norm is None else self._norm(x_BSH)
         for index, linear in enumerate(self._linears):
             x_BSH = linear(self._activation(x_BSH) if index else x_BSH)
         return x_BSH

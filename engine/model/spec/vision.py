@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 
 class Projector(msgspec.Struct, frozen=True, kw_only=True):
-    """Linear layers with an activation between them, from vision features to the decoder's width."""
+    """Linear layers with an activation between them, from vision features, normed or not, to the decoder's width."""
 
     widths: tuple[int, ...]  # input, (hidden ...), output
     activation: str
     bias: bool
+    norm: Norm | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
+        if self.norm is not None:
+            yield from self.norm.parameters(scope.into("norm"), self.widths[0])
         for index, (width_in, width_out) in enumerate(zip(self.widths, self.widths[1:], strict=False)):
             yield scope.param(f"{index}.weight", width_out, width_in, role="projector")
             if self.bias:
