@@ -11,6 +11,7 @@ from firstlight.engine.findings import fatal
 Message = Mapping[str, Any]
 
 READ_ANYWAY = frozenset(("role", "content", "reasoning_content", "reasoning", "thinking"))
+QUOTED = frozenset(("assistant", "tool", "function"))
 PART_KEYS = {
     "text": {"type", "text"},
     "image_url": {"type", "image_url"},
@@ -60,6 +61,29 @@ def refuse_unread(messages: Sequence[Message], source: str) -> None:
             if value and key not in READ_ANYWAY and key not in source:
                 _refuse(
                     f"messages[{index}].{key}", f"a message without {key}: the chat template has no place for it", key
+                )
+
+
+def refuse_lost(messages: Sequence[Message], prompt: str) -> None:
+    """Refuses (bad-request) messages whose text a chat template has left out of the `prompt` that it made.
+
+    Templates do so with roles that they do not know, a system message say, without a word. Spaces and line ends do not
+    count. Answers of the model and of tools are not looked at: templates drop thoughts and quote results.
+    """
+    shown: str | None = None
+    for index, message in enumerate(messages):
+        if message.get("role") in QUOTED:
+            continue
+        for text in texts_of([message]):
+            if text.strip() in prompt:
+                continue
+            shown = "".join(prompt.split()) if shown is None else shown
+            if "".join(text.split()) not in shown:
+                role = str(message.get("role"))
+                _refuse(
+                    f"messages[{index}] of role {role}",
+                    "roles that the checkpoint's chat template has a place for",
+                    f"a template that leaves it out of the prompt: {text[:60]!r}",
                 )
 
 

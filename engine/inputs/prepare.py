@@ -21,7 +21,7 @@ from firstlight.engine.inputs.chat_template import ChatTemplate, Message
 from firstlight.engine.inputs.expansions import EXPANSIONS, processor_class, read_expansion
 from firstlight.engine.inputs.image_constants import Constant
 from firstlight.engine.inputs.image_processor import ImageProcessor
-from firstlight.engine.inputs.messages import refuse_unread, texts_of, user_turn, with_plain_text
+from firstlight.engine.inputs.messages import refuse_lost, refuse_unread, texts_of, user_turn, with_plain_text
 from firstlight.engine.inputs.pictures import Picture, PictureRecord
 from firstlight.engine.inputs.placeholders import Expansion
 from firstlight.engine.inputs.tokenizer import Tokenizer
@@ -149,6 +149,7 @@ class Processor:
         spelled = tuple(dict.fromkeys(t for text in texts_of(messages) for t in self.tokenizer.special_tokens_in(text)))
         findings = [_spelled(spelled, warning, "the model takes it for its own")] if spelled else []
         text = self.chat_template.render(messages, add_generation_prompt=True, **variables)
+        refuse_lost(messages, text)
         # A tokenizer alone adds nothing to a template's text; a processor does, unless the template began as it would.
         bos = self.tokenizer.special_tokens.get("bos_token")
         add_special_tokens = self.class_name is not None and not (bos is not None and text.startswith(bos))

@@ -19,6 +19,7 @@ from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.detokenizer import Detokenizer
 from firstlight.engine.inputs.generation_config import unmet
+from firstlight.engine.inputs.messages import texts_of
 from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
 from firstlight.engine.model.foreign import ForeignModel, ForeignSpec
@@ -31,6 +32,8 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from firstlight.engine.serving.boot import Rank
+
+MOST_FREE_BYTES = 1 << 20  # of a prompt: tokenized whatever comes out, in less than some seconds
 
 
 class Frontend:
@@ -69,6 +72,34 @@ class Frontend:
             return tuple(unmet(side_files.read_json_if_present(path) or {}))
         except Refused as refused:
             return tuple(msgspec.structs.replace(finding, severity="warning") for finding in refused.findings)
+
+    @cached_property
+    def _longest_token_bytes(self) -> int:
+        return max((len(self.token_bytes(id_)) for id_ in range(self.spec.vocab_size)), default=1) or 1
+
+    def refuse_endless(self, prompt: Prompt, max_context: int) -> None:
+        """Refuses a text that no choice of tokens fits into the context, before the tokenizer spends minutes on it.
+
+        A limit for tokenizers that shorten texts first, too: MOST_FREE_BYTES are always looked at.
+        """
+        _check_prompt(prompt)
+        texts = (prompt,) if isinstance(prompt, str) else () if is_ids(prompt) else texts_of(prompt)  # type: ignore[arg-type]
+        size = sum(len(text) for text in texts)  # characters: at least as many bytes
+        if (
+            size <= MOST_FREE_BYTES
+            or not self.has_tokenizer
+            or size <= (most := max_context * self._longest_token_bytes)
+        ):
+            return
+        raise Refused(
+            fatal(
+                "context-too-long",
+                f"a text of {size:,} characters cannot fit the context",
+                expected=f"at most {most:,} bytes: {max_context:,} tokens of at most {most // max_context} bytes",
+                found=f"{size:,} characters",
+                next="shorten the prompt",
+            )
+        )
 
     def request(
         self,

@@ -48,7 +48,7 @@ def _stranger(headers: dict[bytes, bytes]) -> str | None:
     host = headers.get(b"host", b"").decode("latin-1")
     origin = headers.get(b"origin", b"").decode("latin-1").partition("://")[2]
     for name in (host, origin) if b"origin" in headers else (host,):
-        if name.rsplit(":", 1)[0] not in LOOPBACK_NAMES:
+        if name.rsplit(":", 1)[0].lower() not in LOOPBACK_NAMES:
             return name or "no name"
     return None
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.inputs.messages import from_openai, refuse_unread, user_turn, with_plain_text
+from firstlight.engine.inputs.messages import from_openai, refuse_lost, refuse_unread, user_turn, with_plain_text
 
 
 def test_pictures_are_taken_out_in_order() -> None:
@@ -75,3 +75,15 @@ def test_only_texts_are_joined() -> None:
         [{"role": "u", "content": parts}, {"role": "u", "content": mixed}, {"role": "u", "content": "c"}]
     )
     assert [message["content"] for message in joined] == ["a\nb", mixed, "c"]
+
+
+def test_a_message_that_a_template_leaves_out_is_refused() -> None:
+    """A system message, say, that a template for users and assistants skips without a word."""
+    system = {"role": "system", "content": [{"type": "text", "text": "Answer in rhymes.\n\nAlways."}]}
+    user = {"role": "user", "content": "  How are you?  "}
+    refuse_lost([system, user], "<s>Answer in rhymes. Always.\nUSER: How are you?\nASSISTANT:")
+    refuse_lost([{"role": "assistant", "content": "<think>no</think>yes"}, user], "yes\nUSER: How are you?")
+    refuse_lost([{"role": "user", "content": ""}, {"role": "user", "content": []}], "")
+    with pytest.raises(Refused, match=r"messages\[0\] of role system cannot be used") as caught:
+        refuse_lost([system, user], "USER: How are you?\nASSISTANT:")
+    assert "Answer in rhymes." in str(caught.value)

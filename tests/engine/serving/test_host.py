@@ -241,6 +241,7 @@ def test_without_a_token_only_this_machine_may_be_named(
     with Host.start(checkpoint("llama"), make_token=False, threads=1) as host:
         host.wait_ready(READY_S)
         assert httpx.get(f"{host.url}/v1/models", timeout=PATIENCE_S).status_code == 200
+        assert httpx.get(f"{host.url}/v1/models", headers={"Host": "LocalHost"}, timeout=PATIENCE_S).status_code == 200
         rebound = httpx.get(f"{host.url}/v1/models", headers={"Host": "evil.example"}, timeout=PATIENCE_S)
         assert rebound.status_code == 403
         forged = httpx.post(f"{host.url}/admin/stop", headers={"Origin": "https://evil.example"}, timeout=PATIENCE_S)
