@@ -229,7 +229,7 @@ class _Readers:
         self._tells = tells
         self._workers: list[threading.Thread] = []
         self._todo: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[_Read | BaseException] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Read | BaseException | None] = queue.SimpleQueue()  # None: a job has ended
         self._files: dict[int, list[_SharedFile]] = {}
         self._counting = threading.Lock()
         self._stop = threading.Event()
@@ -262,8 +262,9 @@ class _Readers:
                 continue
             if isinstance(result, BaseException):
                 raise result
-            if self._tells:
-                result.job.left -= 1
+            if result is None:
+                return 0
+            result.job.left -= 1
             return result.nbytes
 
     def forget(self, job: Job) -> None:
@@ -289,14 +290,15 @@ class _Readers:
         while (read := self._todo.get()) is not None and not self._stop.is_set():
             try:
                 read.carry_out(scratch, self._provide)
-                if self._is_told(read.job):
-                    self._done.put(read)
+                if self._is_told(read.job):  # without the read: nobody may ask, and its memory would stay
+                    self._done.put(read if self._tells else None)
             except Refused as error:
                 self._done.put(read.named(error))
                 return
             except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
                 self._done.put(error)
                 return
+            del read  # its memory is not held while the next one is waited for
 
     def _is_told(self, job: Job) -> bool:
         """Whether the end of one of its reads is told."""

@@ -25,7 +25,9 @@ from firstlight.engine.weights import expert_cache, residency
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.readers import Job, read_jobs
 from firstlight.engine.weights.residency import Kind
+from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.kernels.registry import choose
 from tests.engine.direct import Arrays, Direct
 from tests.engine.weights.quantized import CONFIGS
@@ -324,3 +326,31 @@ def test_closing_while_layers_come_frees_everything(checkpoint: Get) -> None:
     gc.collect()
     assert gone() is None
     assert slots() is None
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_was_read_is_held_by_nobody_once_it_was_worked_on(tmp_path: Path, threads: int) -> None:
+    """Also where it was all read before anybody asked: else a load that converts takes as much again as the files."""
+    (tmp_path / "file").write_bytes(bytes(range(64)))
+    seen: list[weakref.ref[Buffer]] = []
+    made: list[Job] = []
+
+    def jobs() -> Iterator[Job]:
+        for at in range(8):
+            buffer = Buffer(8)
+            seen.append(weakref.ref(buffer))
+            made.append(Job([(tmp_path / "file", 8 * at, memoryview(buffer))], at))
+            del buffer
+            yield made[-1]
+
+    for count, job in enumerate(read_jobs(jobs(), LocalFiles(), threads)):
+        assert job.payload == count
+        until(lambda: not any(one.left for one in made))
+        made.clear()
+        del job
+        until(lambda count=count: not any(one() for one in seen[:count]), "memory of earlier jobs is held")  # type: ignore[misc]
+    assert len(seen) == 8
+
+
+class Buffer(bytearray):
+    """Bytes that can be watched going."""
