@@ -78,7 +78,7 @@ def _plain_name(name: str) -> str:
 def _measured(name: str, metric: Metric) -> str:
     value, unit = metric.value, metric.unit
     if unit in ("share", "x") and "share" in (unit, *name.split("_")) and isinstance(value, int | float):
-        return words.quantity(100.0 * value, "%")
+        return words.quantity(value, "share")
     return words.quantity(value, "" if words.heading(name).endswith(unit) else unit)
 
 
@@ -100,9 +100,11 @@ def _in_words(column: str, value: Any) -> str:
     """A value by its column's name: rates of bytes with prefixes, shares as percentages, else as everywhere."""
     if words.is_number(value) and column.endswith("_bytes_per_s"):
         return words.quantity(value, "B/s")
-    if words.is_number(value) and column.startswith("share_"):
-        return words.quantity(100.0 * value, "%")
-    if words.is_number(value) and (column.endswith("_of_limit") or column == "overlapped"):
+    if (
+        words.is_number(value)
+        and not column.startswith("share_")
+        and (column.endswith("_of_limit") or column == "overlapped")
+    ):
         return words.quantity(value, "%")
     if words.is_number(value) and column.endswith("_s") and 0 < abs(value) < 1e-3:
         return words.quantity(value, "s")

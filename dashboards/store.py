@@ -121,6 +121,7 @@ class Follower:
 
     def poll_if_news(self) -> None:
         """Look, if there is anything to see and the last look is long enough ago."""
+        self._reader.watch()
         now_s = time.monotonic()
         if now_s < self._again_s or now_s - self._polled_s < LEAST_S:
             return

@@ -259,23 +259,32 @@ class Bringup:
         stream: bool = True,
         **params: Any,
     ) -> Answer:
-        """Asks the engine; with `stream` the answer is printed as it comes. `params` as in `SamplingParams`."""
+        """Asks the engine; with `stream` the answer is printed as it comes. `params` as in `SamplingParams`.
+
+        An interrupt ends the request, there and here, and leaves the engine.
+        """
         from firstlight.engine.serving.stream import EngineFailed
         from firstlight.workbench.side_files import has_chat_template
 
         images = [] if image is None else [image] if isinstance(image, str | Path | bytes) else list(image)
         pieces: list[str] = []
         chat = has_chat_template(self.checkpoint)
-        for delta in self.engine.generate(text, images, SamplingParams(**params), chat):
-            pieces.append(delta.text)
-            if stream and delta.text:
-                print(words.harmless(delta.text), end="", flush=True)
-            if delta.finish == "error":
-                raise EngineFailed(delta.error or "the engine failed")
-            if delta.finish is not None and delta.usage is not None:
-                if stream:
-                    print(flush=True)
-                return Answer(text="".join(pieces), usage=delta.usage, finish=delta.finish, was_shown=stream)
+        deltas = self.engine.generate(text, images, SamplingParams(**params), chat)
+        try:
+            for delta in deltas:
+                pieces.append(delta.text)
+                if stream and delta.text:
+                    print(words.harmless(delta.text), end="", flush=True)
+                if delta.finish == "error":
+                    raise EngineFailed(delta.error or "the engine failed")
+                if delta.finish is not None and delta.usage is not None:
+                    if stream:
+                        print(flush=True)
+                    return Answer(text="".join(pieces), usage=delta.usage, finish=delta.finish, was_shown=stream)
+        except KeyboardInterrupt:  # without what the connection was in the middle of
+            raise KeyboardInterrupt("the request was ended; the engine goes on") from None
+        finally:
+            deltas.close()  # type: ignore[attr-defined]
         raise EngineFailed("the answer broke off")
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ BETTER_LOW = ("_s", "_ms", "_max_abs", "kl_mean", "_noise_floor")
 """Endings of figures that had better be small; bytes and counts are neither better nor worse."""
 BETTER_HIGH = ("per_s", "_rate", "_agreement", "_overlap", "_of_limit")
 
+NEITHER = ("limit_ms",)  # what the machine allows, not what a run reached
+
 SHORTEST_S = 0.01  # what takes less is as long as chance has it
 
 
@@ -33,6 +35,8 @@ def worse_by(figure: str, before: object, now: object) -> float | None:
         return None
     ratio = float(now) / float(before)  # type: ignore[arg-type]
     if ratio <= 0 or (figure.endswith("_s") and max(float(before), float(now)) < SHORTEST_S):  # type: ignore[arg-type]
+        return None
+    if figure.endswith(NEITHER):
         return None
     if figure.endswith(BETTER_HIGH):
         return 1 / ratio

@@ -20,6 +20,10 @@ from firstlight.workbench.readings import Bucket, Reading, Recent, Series
 Result = TypeVar("Result")
 
 BATCH_PERIOD_S = 0.05  # so short that readings at 10 Hz come one by one
+UNWATCHED_PERIOD_S = 0.4  # while nobody looks; whoever comes sees what is younger than half a second
+WATCHED = ".watched"  # beside the file, touched again and again by whoever looks
+WATCHED_S = 15.0
+PAST_S = 600.0  # a file that was not written for so long is that of a run that is over
 BUSY_TIMEOUT_S = 10.0
 MOST_IN_A_BATCH = 10_000
 HELD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)  # by somebody else, for now
@@ -149,11 +153,19 @@ class EventWriter:
                     self._hurry.clear()
                 return batch, [item], True
             if not batch:
-                self._hurry.wait(BATCH_PERIOD_S)
+                self._hurry.wait(self._period_s())
             batch.append(item)
             if len(batch) == MOST_IN_A_BATCH or self._events.empty():
                 return batch, [], True
             item = self._events.get()
+
+    def _period_s(self) -> float:
+        """How long events gather: a moment if somebody looks, else so long that writing costs the engine little."""
+        try:
+            seen_s = (self.path.parent / WATCHED).stat().st_mtime
+        except OSError:
+            return UNWATCHED_PERIOD_S
+        return BATCH_PERIOD_S if abs(time.time() - seen_s) < WATCHED_S else UNWATCHED_PERIOD_S
 
 
 class _File:
@@ -205,6 +217,7 @@ class EventReader:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._open: tuple[sqlite3.Connection, int] | None = None  # with the file's number
+        self._watched_s = float("-inf")
         self._version = -1
 
     def has_news(self) -> bool:
@@ -215,6 +228,19 @@ class EventReader:
             return before != self._version
 
         return self._ask(is_new, False)
+
+    def watch(self) -> None:
+        """Tells whoever writes that somebody looks; to be called again and again. What is over is left as it is."""
+        if time.monotonic() - self._watched_s < WATCHED_S / 3:
+            return
+        self._watched_s = time.monotonic()
+        log = self.path.with_name(self.path.name + "-wal")
+        with contextlib.suppress(OSError):  # nothing was written yet, or this folder is not ours to write in
+            if time.time() - log.stat().st_mtime > PAST_S:
+                return
+            mark = os.open(self.path.parent / WATCHED, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            os.utime(mark)
+            os.close(mark)
 
     def close(self) -> None:
         """Lets go of a file that was kept open."""

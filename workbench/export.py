@@ -17,6 +17,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
+from firstlight.workbench.events import WATCHED
 from firstlight.workbench.plan import read_config
 from firstlight.workbench.report import Check, Draft, Report, Value, finite, write_atomically
 from firstlight.workbench.runs import LADDER, STANDS_ON, Run
@@ -234,7 +235,7 @@ def write_yaml(path: Path, value: dict[str, Any]) -> None:
 def _files(directory: Path) -> Iterator[Path]:
     for path in sorted(directory.rglob("*")):
         inside = path.relative_to(directory)
-        is_ours = inside.parts[0] not in LEFT_OUT and not path.name.endswith(("-wal", "-shm"))
+        is_ours = inside.parts[0] not in LEFT_OUT and not path.name.endswith(("-wal", "-shm", WATCHED))
         if is_ours and path.is_file() and not path.is_symlink():
             yield path
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from firstlight.workbench.render import words
+
 Row = Mapping[str, Any]
 
 # Colour-blind safe (Okabe and Ito, 2008), readable on light and dark; roles keep their colour in every figure.
@@ -202,7 +204,9 @@ def memory_map(rows: Sequence[Row]) -> View:
         for key in row
         if key.endswith("_bytes") and key != "process_bytes"
     ]
-    return stacked("Memory by rank and role", shown, "rank", "role", "MiB", lambda total: f"{total:,.1f} MiB", "MiB")
+    return stacked(
+        "Memory by rank and role", shown, "rank", "role", "MiB", lambda total: words.in_bytes(total * 2**20), "MiB"
+    )
 
 
 def layer_times(rows: Sequence[Row], phase: str) -> View:

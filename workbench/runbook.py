@@ -234,6 +234,7 @@ class _Following:
         assert self._listener is not None
         seen, since_s = 0, time.time()
         while True:
+            self._reader.watch()
             for identifier, event in self._reader.progress(seen):
                 seen = identifier
                 if event.time_s >= since_s:

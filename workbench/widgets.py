@@ -106,12 +106,15 @@ class Stepper:
         self._handle: Any = None
         names = ("Pause", "Next layer", "Go on")
         self._buttons = _of_no_cell(
-            lambda: {name: ipw.Button(description=name, layout=ipw.Layout(width="7rem")) for name in names}
+            lambda: {
+                name: ipw.Button(description=name, layout=ipw.Layout(width="7rem", min_width="6rem")) for name in names
+            }
         )
         self._said = _of_no_cell(ipw.HTML)
         for name, act in (("Pause", self.pause), ("Next layer", self.next_layer), ("Go on", self.go_on)):
             self._buttons[name].on_click(lambda _, act=act: act())
-        self._box = _of_no_cell(lambda: ipw.HBox([*self._buttons.values(), self._said]))
+        wraps = {"flex_flow": "row wrap"}  # a notebook may be as narrow as a telephone
+        self._box = _of_no_cell(lambda: ipw.HBox([*self._buttons.values(), self._said], layout=ipw.Layout(**wraps)))
         self._say()
 
     def show(self) -> Stepper:

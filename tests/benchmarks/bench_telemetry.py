@@ -1,6 +1,6 @@
 """What telemetry at 10 Hz costs an engine: neighbouring slices of one load with and without a sampler.
 
-    python -m tests.benchmarks.bench_telemetry [--seconds 150] [--slice 1.0] [--keep FILE]
+    python -m tests.benchmarks.bench_telemetry [--seconds 150] [--slice 1.0] [--watched] [--keep FILE]
 
 One engine answers without a pause. The sampler runs in a process of its own as under `firstlight up`, with all its
 sources and its events written to disk; in slices without, that process is stopped where it stands (SIGSTOP). A pair is
@@ -35,6 +35,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.stats import EngineStats
+from firstlight.workbench.events import EventReader
 from tests.repo.tree import ROOT
 
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
@@ -138,7 +139,10 @@ def take_pairs(
     """Pairs (without, watched) until the time is over; a switch lies before every second slice alone: ABBA."""
     pairs: list[tuple[Slice, Slice]] = []
     until_s = time.monotonic() + given.seconds
+    reader = EventReader(given.events)
     while time.monotonic() < until_s:
+        if given.watched:
+            reader.watch()
         found: dict[bool, Slice] = {}
         for watched in (len(pairs) % 2 == 0, len(pairs) % 2 == 1):
             (sampler.resume if watched else sampler.suspend)()
@@ -160,6 +164,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=150.0, help="of measuring, at the least one pair")
     parser.add_argument("--slice", type=float, default=1.0, help="seconds")
     parser.add_argument("--keep", type=Path, help="add the pairs to this file and show the figures of all it holds")
+    parser.add_argument(
+        "--watched", action="store_true", help="as with a dashboard open: events are written at 10 Hz too"
+    )
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--hertz", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=None, help="of the engine (default: as many as cores)")
@@ -169,12 +176,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder) / "engine"
+        where, given.events = Path(folder) / "engine", Path(folder) / "events.sqlite"
         options = {"max_batch": given.at_once, "max_context": 512, "threads": given.threads}
         with Host.start(MENAGERIE, run_dir=where, **options) as host:
             host.wait_ready(300)
             client = host.client()
-            with sampling(where, Path(folder) / "events.sqlite", given.hertz) as sampler, busy(client, given.at_once):
+            with sampling(where, given.events, given.hertz) as sampler, busy(client, given.at_once):
 
                 def look() -> Moment:
                     stats = client.glance()

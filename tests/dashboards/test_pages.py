@@ -13,6 +13,7 @@ import pytest
 
 from firstlight.workbench import Bringup
 from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.readings import Reading
 from firstlight.workbench.report import Draft
 from firstlight.workbench.runs import Run
 from tests.dashboards.conftest import MENAGERIE, PICTURES, Errors, serve
@@ -127,9 +128,11 @@ def test_long_names_fit_the_screen(browser: Any, address: str, runs: Path, error
         draft.table("answers", [{long: long}])
         if not run.record.rungs:
             run.add(draft.close())
+        run.events.put(Reading(time_s=1.0, source="nvml", device=long, metric=long, unit=long, value=1.0))
+        assert run.events.flush()
     page = open_page(browser, f"{address}?run={name}", errors, width)
     page.wait_for_function("!document.querySelector('.fl-first')")
-    for tab in ("Overview", "Checkpoint", "Runs"):
+    for tab in ("Overview", "Checkpoint", "Hardware", "Runs"):
         page.get_by_role("button", name=tab, exact=True).click()
         page.wait_for_url(f"**tab={tab}*")
         page.wait_for_timeout(300)

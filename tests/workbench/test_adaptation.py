@@ -101,3 +101,4 @@ def test_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:
     assert found["decode_ms"].ratio == pytest.approx(0.5)
     assert worse_by("decode_tokens_per_s", 100.0, 50.0) == pytest.approx(2.0)
     assert worse_by("largest_rank_bytes", 1, 2) is None
+    assert worse_by("decode_limit_ms", 1.0, 2.0) is None, "what a machine allows is nothing that a run reached"

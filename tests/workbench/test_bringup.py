@@ -8,12 +8,14 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.serving.request import Delta
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.bringup import Bringup
 from firstlight.workbench.cli import main
@@ -246,3 +248,21 @@ def test_a_lost_rank_fails_the_rung_and_a_new_start_mends_it(tmp_path: Path) -> 
         assert "rank 1" in " ".join(f.message for f in report.findings)
         assert session.start().passed
         assert "moo" in session.ask("What does a cow say?", stream=False).text.lower()
+
+
+def test_an_interrupt_of_an_answer_ends_the_request_and_says_so() -> None:
+    closed = []
+
+    class Engine:
+        def generate(self, *_: object) -> Iterator[Delta]:
+            try:
+                yield Delta(text="Moo")
+                raise KeyboardInterrupt
+            finally:
+                closed.append(True)
+
+    session = SimpleNamespace(engine=Engine(), checkpoint=str(MENAGERIE))
+    with pytest.raises(KeyboardInterrupt, match="the engine goes on") as caught:
+        Bringup.ask(session, "What does a cow say?")  # type: ignore[arg-type]
+    assert closed
+    assert caught.value.__suppress_context__, "what the connection was in the middle of is nobody's concern"

@@ -1,5 +1,6 @@
 """Events are written while others read, in order, and a disk that refuses is said."""
 
+import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -109,6 +110,28 @@ def test_a_file_that_somebody_holds_is_waited_for_and_nothing_is_lost(
         assert writer.flush(30.0)
         assert (writer.lost, writer.problem, writer.last_problem) == (0, None, "database is locked")
     assert [event.done for _, event in EventReader(path).progress()] == [1, 2, 3]
+
+
+def test_events_gather_while_nobody_looks_and_come_at_once_when_somebody_does(tmp_path: Path) -> None:
+    path = tmp_path / "e.sqlite"
+    reader = EventReader(path)
+    with EventWriter(path) as writer:
+        reader.watch()
+        assert writer._period_s() == events.UNWATCHED_PERIOD_S, "there is nothing to look at yet"
+        writer.put(progress_event(1))
+        assert writer.flush()
+        EventReader(path).watch()
+        assert writer._period_s() == events.BATCH_PERIOD_S
+        os.utime(tmp_path / events.WATCHED, (0, 0))
+        assert writer._period_s() == events.UNWATCHED_PERIOD_S, "whoever looked has gone"
+        (tmp_path / events.WATCHED).unlink()
+        (tmp_path / events.WATCHED).symlink_to(tmp_path / "elsewhere")
+        EventReader(path).watch()
+        assert not (tmp_path / "elsewhere").exists(), "a link is not followed"
+        (tmp_path / events.WATCHED).unlink()
+        os.utime(tmp_path / "e.sqlite-wal", (0, 0))
+        EventReader(path).watch()
+        assert not (tmp_path / events.WATCHED).exists(), "a run that is over is left as it is"
 
 
 def test_what_no_column_holds_costs_itself_alone(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_figures_have_a_live_and_a_static_form() -> None:
     view = figures.memory_map(rows)
     bundle = view._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.plotly.v1+json", "text/html"}
-    assert "3.0 MiB" in view.html
+    assert "3.00 MiB" in view.html
     assert [trace.name for trace in view.figure().data] == ["attention", "cache"]
     errors = figures.errors_by_layer([{"of": HOSTILE, "free_running": 1e-6, "teacher_forced": None}])
     assert HOSTILE not in errors.html

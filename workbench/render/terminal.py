@@ -58,7 +58,7 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
         if rows and name not in LEFT_TO_THE_FILE:
             yield _block(printable(name.replace("_", " ")), _table(rows, width))
     if report.metrics:
-        yield _block("figures", _metrics(report.metrics))
+        yield _block("figures", _metrics(report.metrics, width))
     if report.findings:
         yield _block("findings", _findings(report.findings, width))
     if report.checks:
@@ -140,22 +140,46 @@ def _check_words(check: Check) -> tuple[str, str, str, str]:
     return printable(check.name), value, limit, printable(check.detail)
 
 
-def _metrics(metrics: dict[str, Metric]) -> RenderableType:
+def _metrics(metrics: dict[str, Metric], width: int) -> RenderableType:
+    """Name, value and detail in columns; below them what is long, a path or a hash, each on a line of its own."""
+    from rich.console import Group
     from rich.text import Text
 
     rows = [
         (
             words.heading(name),
             words.quantity(metric.value, metric.unit) if metric.value is not None else "not available",
+            printable(metric.detail),
         )
         for name, metric in metrics.items()
     ]
-    long = max(len(value) for _, value in rows) > LONG_VALUE  # a path, a hash: broken, or it would squeeze the names
-    names = {"min_width": min(NARROW_TEXT, max(len(name) for name, _ in rows))} if long else {}
-    grid = _grid(names, {"overflow": "fold"} if long else {"no_wrap": True}, {})
-    for (name, value), metric in zip(rows, metrics.values(), strict=True):
-        grid.add_row(Text(name), Text(value), Text(printable(metric.detail), "dim"))
-    return grid
+    name_width = max(len(name) for name, *_ in rows)
+    grid = _grid({"min_width": min(NARROW_TEXT, name_width)}, {"no_wrap": True}, {})
+    parts: list[RenderableType] = []
+    for name, value, detail in rows:
+        if len(value) <= LONG_VALUE:
+            grid.add_row(Text(name), Text(value), Text(detail, "dim"))
+        else:
+            parts += _long(name, value, detail, min(NARROW_TEXT, name_width), width - INDENT[3])
+    return Group(*([grid] if grid.row_count else []), *parts)
+
+
+def _long(name: str, value: str, detail: str, name_width: int, room: int) -> Iterator[RenderableType]:
+    """A long value beside its name, in one piece where there is room; its detail behind it, or below."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    first, *others = broken(value, room - max(name_width, len(name)) - GAP)
+    line = Text(f"{name:<{name_width}}").append(" " * GAP).append(first)
+    left = line.cell_len - len(first)
+    if detail and not others and line.cell_len + GAP + len(detail) <= room:
+        line.append(" " * GAP).append(detail, "dim")
+        detail = ""
+    yield line
+    for more in others:
+        yield Padding(Text(more), (0, 0, 0, left))
+    if detail:
+        yield Padding(Text(detail, "dim"), (0, 0, 0, left))
 
 
 def _table(rows: list[dict[str, Any]], width: int) -> RenderableType:

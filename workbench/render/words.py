@@ -24,6 +24,8 @@ def quantity(value: Any, unit: str = "") -> str:
         return in_bytes(value) + _SHOWN[unit]
     if unit == "s" and 0 < abs(value) < 1e-3:
         value, unit = 1e6 * value, "us"
+    if unit == "share":
+        value, unit = 100.0 * value, "%"
     if value == 1 and unit.endswith("s") and len(unit) > 2:  # one shard, not one shards; seconds keep their sign
         unit = unit[:-1]
     return f"{number(value)} {unit}".strip()
@@ -73,6 +75,8 @@ def cell(column: str, value: Any) -> str:
             return in_bytes(value)
         if column.endswith("_bytes_per_s"):
             return f"{in_bytes(value)}/s"
+        if column.startswith("share_"):
+            return quantity(value, "share")
         return number(value)
     return quantity(value)
 

@@ -29,7 +29,7 @@ class Maker:
 
     def __init__(self, source: str, time_s: float, step: int | None) -> None:
         self._source = source
-        self._time_s = time_s
+        self.time_s = self._time_s = time_s
         self._step = step
 
     def value(self, device: str, metric: str, unit: str, value: float, alarm: bool = False) -> Reading:

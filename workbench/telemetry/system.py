@@ -12,6 +12,7 @@ from firstlight.workbench.telemetry.source import FIRST, Maker, Rates
 
 SHORTEST_S = 0.05
 BUSY_S = 0.2  # the system counts a processor's time in hundredths of a second
+SWAP_S = 5.0  # what takes as long to ask for as all the rest, and moves slowly
 TRAFFIC_S = SLOW_S = 1.0  # counters of disks and networks, load and memory of a whole machine
 
 
@@ -59,6 +60,8 @@ class SystemSource:
         memory = psutil.virtual_memory()
         yield make.value("host", "memory_used", "B", memory.total - memory.available)
         yield make.value("host", "memory_total", "B", memory.total)
+        if not self._is_due("swap", make.time_s, SWAP_S):
+            return
         swap = psutil.swap_memory()
         if swap.total:
             yield make.value("host", "swap_used", "B", swap.used)
