@@ -13,6 +13,8 @@ from firstlight.workbench.deep import TensorReading
 LEAST_SIBLINGS = 5
 FAR = 5.0  # powers of two from the median; releases that are right stay within
 SPREADS = 6.0  # and as many times the median distance of all siblings
+APART = 8.0  # powers of two between the smallest and the largest of siblings too few to have a usual distance
+SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales")
 
 
 def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
@@ -26,6 +28,7 @@ def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
         if len(siblings) < LEAST_SIBLINGS:
             if holes := _holes(siblings):
                 yield _odd(pattern, holes, "all zero", "0", "numbers")
+            yield from _few(pattern, [one for one in siblings if one.rms and _is_weight(one)])
             continue
         zero = [reading for reading in siblings if reading.rms == 0]
         others = [reading for reading in siblings if reading.rms]
@@ -47,8 +50,24 @@ def _holes(siblings: Sequence[TensorReading]) -> list[TensorReading]:
 
     Norms and biases may be so.
     """
-    zero = [one for one in siblings if one.rms == 0 and one.tensor.endswith("weight") and "norm" not in one.tensor]
+    zero = [one for one in siblings if one.rms == 0 and (_is_weight(one) or one.tensor.endswith(SCALES))]
     return zero if len(zero) < len(siblings) or len(siblings) == 1 else []
+
+
+def _is_weight(one: TensorReading) -> bool:
+    return one.tensor.endswith("weight") and "norm" not in one.tensor
+
+
+def _few(pattern: str, siblings: Sequence[TensorReading]) -> Iterator[Finding]:
+    """Of two siblings that are far apart nobody knows which is right; of more, the one far from the median is not."""
+    if not siblings:
+        return
+    ordered = sorted(siblings, key=_log)
+    apart = _log(ordered[-1]) - _log(ordered[0])
+    if apart > APART:
+        far = [one for one in ordered if len(ordered) == 2 or abs(_log(one) - _middle(ordered)) > FAR]
+        found = f"root mean squares {ordered[0].rms:.3g} to {ordered[-1].rms:.3g}"
+        yield _odd(pattern, far, f"{2**apart:,.3g} times apart in scale", found, "scales as siblings have them")
 
 
 def _far(siblings: Sequence[TensorReading]) -> list[TensorReading]:

@@ -55,6 +55,19 @@ def test_scales_that_differ_as_layers_do_are_no_outliers() -> None:
     assert list(outliers(readings(1, 100))) == [], "too few to tell which one is odd"
 
 
+@pytest.mark.parametrize(("scales", "odd"), [((1.0, 1000.0), [0, 1]), ((0.02, 0.021, 60.0), [2])])
+def test_few_siblings_are_odd_only_when_very_far_apart(scales: tuple[float, ...], odd: list[int]) -> None:
+    (finding,) = outliers(readings(*scales))
+    assert finding.tensors == tuple(f"layers.{i}.mlp.up.weight" for i in odd)
+    assert "times apart in scale" in finding.message
+
+
+def test_a_scale_of_zero_is_a_hole_as_well() -> None:
+    pair = [TensorReading(f"layers.{i}.mlp.up.weight_scale_inv", "", 0, 0, i / 100, i / 100) for i in range(2)]
+    (finding,) = outliers(pair)
+    assert finding.tensors == ("layers.0.mlp.up.weight_scale_inv",)
+
+
 @pytest.mark.parametrize(
     ("odd", "words"),
     [(0.0, "all zero"), (2.0, "up to 100 times"), (0.0002, "up to 1/100 of"), (1e30, "times the scale")],
