@@ -1,6 +1,7 @@
 """One rank of tensor parallel 8: rows and columns of every matrix, beside safetensors' get_slice.
 
-Bytes read are counted: by us as asked for, of the whole process as the system says (/proc/self/io, disk reads alone).
+Bytes read are counted: by us as delivered, of the whole process as the system says (/proc/self/io, disk reads alone),
+with what lies between shares of rows and was read with them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ RANK, RANKS = 3, 8
 BY_COLUMN = ("o_proj", "down_proj")
 
 
-def firstlight(directory: Path) -> dict[str, float]:
+def firstlight(directory: Path) -> dict[str, Any]:
     from firstlight.engine.model.families import FAMILIES
     from firstlight.engine.parallel.mesh import Mesh
     from firstlight.engine.parallel.pieces import rank_pieces
@@ -34,10 +36,10 @@ def firstlight(directory: Path) -> dict[str, float]:
     spec, matcher = FAMILIES.describe(checkpoint.config)
     pieces = rank_pieces(spec, Mesh(tp=RANKS), RANK, "BF16", account(checkpoint, spec, matcher))
     weights = load(checkpoint, pieces)
-    return {"needed_bytes": weights.bytes_needed, "asked_bytes": weights.bytes_read}
+    return {"needed_bytes": weights.bytes_needed, "asked_bytes": weights.bytes_read, "origin": weights.origin}
 
 
-def get_slice(directory: Path) -> dict[str, float]:
+def get_slice(directory: Path) -> dict[str, Any]:
     import torch
     from safetensors import safe_open
 
@@ -60,12 +62,12 @@ def get_slice(directory: Path) -> dict[str, float]:
 RUNS = {"firstlight": firstlight, "safetensors get_slice": get_slice}
 
 
-def fresh(name: str, directory: Path, is_cold: bool, kept: dict[str, dict[str, float]]) -> float:
+def fresh(name: str, directory: Path, is_cold: bool, kept: dict[str, dict[str, Any]]) -> float:
     (cold if is_cold else warm)(directory)
     command = [sys.executable, "-m", "tests.benchmarks.bench_load_slices", "--alone", name, str(directory)]
     output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     kept[name] = json.loads(output.strip().splitlines()[-1])
-    return kept[name]["seconds"]
+    return float(kept[name]["seconds"])
 
 
 def alone(name: str, directory: Path) -> None:
@@ -93,29 +95,36 @@ def main() -> None:
         alone(sys.argv[2], Path(sys.argv[3]))
         return
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, help="a Llama's directory; without it one is made")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    with big_checkpoint(int(given.gigabytes * 1e9)) as directory:
+    with big_checkpoint(int(given.gigabytes * 1e9)) if not given.checkpoint else nullcontext(given.checkpoint) as home:
         for is_cold in (False, True):
-            kept: dict[str, dict[str, float]] = {}
-            runs: dict[str, Any] = {name: partial(fresh, name, directory, is_cold, kept) for name in RUNS}
-            figures = take_turns(runs, given.repeats)
-            theirs = median(figures["safetensors get_slice"])
-            rows = [
-                {
-                    "loader": name,
-                    "ms": round(median(figures[name]) * 1e3, 1),
-                    "lowest to highest": spread([figure * 1e3 for figure in figures[name]]),
-                    "ratio": round(theirs / median(figures[name]), 2),
-                    "needed MB": round(kept[name]["needed_bytes"] / 1e6, 1),
-                    "asked for MB": round(kept[name]["asked_bytes"] / 1e6, 1),
-                    "from disk MB": round(kept[name]["disk_bytes"] / 1e6, 1),
-                }
-                for name in RUNS
-            ]
-            where = "cold" if is_cold else "page cache"
-            show(f"Rank {RANK} of tp {RANKS}, {given.gigabytes:g} GB, {where}", rows, machine(2))
+            table(home, is_cold, given.repeats)
+
+
+def table(directory: Path, is_cold: bool, repeats: int) -> None:
+    kept: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Any] = {name: partial(fresh, name, directory, is_cold, kept) for name in RUNS}
+    figures = take_turns(runs, repeats)
+    theirs = median(figures["safetensors get_slice"])
+    rows = [
+        {
+            "loader": name,
+            "ms": round(median(figures[name]) * 1e3, 1),
+            "lowest to highest": spread([figure * 1e3 for figure in figures[name]]),
+            "times get_slice": round(theirs / median(figures[name]), 2),
+            "needed MB": round(kept[name]["needed_bytes"] / 1e6, 1),
+            "delivered MB": round(kept[name]["asked_bytes"] / 1e6, 1),
+            "from disk MB": round(kept[name]["disk_bytes"] / 1e6, 1),
+        }
+        for name in RUNS
+    ]
+    gigabytes = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
+    where = "cold" if is_cold else "page cache"
+    show(f"Rank {RANK} of tp {RANKS}, {gigabytes:.2g} GB, {where}", rows, {**machine(2), "repeats": repeats})
+    print(f"firstlight's last: {kept['firstlight']['origin']}")
 
 
 if __name__ == "__main__":

@@ -109,8 +109,9 @@ class Usage:
         self._lock = threading.Lock()
 
     def add(self, kind: str, count: int = 1) -> None:
-        with self._lock:
-            self._counts[kind] += count
+        if count:
+            with self._lock:
+                self._counts[kind] += count
 
     def __getitem__(self, kind: str) -> int:
         return self._counts[kind]

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import stat
 import threading
 import time
@@ -27,22 +28,25 @@ from firstlight.engine.weights.sources.base import (
     ended_early,
     unread,
 )
+from firstlight.engine.weights.sources.native import Native, native
+from firstlight.engine.weights.sources.trial import Cheaper, Trial
 
 Method = Literal["auto", "buffered", "direct"]
 BLOCK_BYTES = 4096  # what O_DIRECT aligns offsets, lengths and memory to, on every disk there is
-DIRECT_BYTES = 1 << 20  # of one read past the cache: memory of one thread
-TRIAL_BYTES = 64 << 20  # read in each way before one is chosen
-TRIAL_FROM_BYTES = 384 << 20  # cold bytes of a load that make a choice worth its trial
-CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it
+HUGE_PAGE_BYTES = 2 << 20  # one for each read past the cache: in small pages a request is a list of 256 places
+DIRECT_BYTES = HUGE_PAGE_BYTES - 2 * BLOCK_BYTES  # of one read past the cache
+THROUGH_BYTES = 16 << 10  # between two shares of rows, that are read with them sooner than in another request
+NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth being called for
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
-LOCAL_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=4 << 10, in_flight=16)
+NOT_THERE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)  # without waiting, or without asking so at all
+LOCAL_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=4 << 10, in_flight=8)
 
 
 class LocalFiles:
     """The files of a directory, or of any path where `directory` is None.
 
-    `method` auto takes what the page cache holds from there; of the rest, once there is much of it, some is read
-    through the cache and some past it, and what was faster is kept to.
+    `method` auto takes what the page cache holds from there; of the rest some is read through the cache, then some past
+    it, and what was faster is kept to.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, method: Method = "auto") -> None:
@@ -50,8 +54,10 @@ class LocalFiles:
         self.usage = Usage()
         self.method = method
         self.trial = Trial()
+        self.ranges, self.rows = Cheaper("mapped", "read"), Cheaper("mapped", "read")  # out of the page cache
         self._cached_shape = replace(LOCAL_SHAPE, in_flight=min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0))))
-        self._spare: list[mmap.mmap] = []
+        self._spare: list[Buffer] = []
+        self._compiling = threading.Lock()
         self._first_seen: dict[str, str] = {}
 
     @property
@@ -81,7 +87,16 @@ class LocalFiles:
         counts = self.usage.counts()
         ways = {"cached": "from the page cache", "buffered": "through it", "direct": "past it (O_DIRECT)"}
         parts = [f"{counts[kind] / 1e6:,.0f} MB {text}" for kind, text in ways.items() if counts.get(kind)]
+        if counts.get("buffered") or counts.get("direct"):
+            parts.append(f"for which the disk gave {counts.get('disk', 0) / 1e6:,.0f} MB")
         return ", ".join(parts) + (f"; {self.trial.verdict}" if self.trial.verdict else "")
+
+    def native(self, nbytes: int) -> Native | None:
+        """What is compiled, for a piece of memory that is worth it; None: there is only Python."""
+        if self.method != "auto" or nbytes < NATIVE_BYTES or not NO_WAIT:
+            return None
+        with self._compiling:
+            return native()
 
     def note(self, path: Path, found: os.stat_result) -> None:
         """Remember what a file was when it was first looked at."""
@@ -93,19 +108,32 @@ class LocalFiles:
         if before != now:
             raise changed(str(path), f"size, time and number {before}", now)
 
-    def take_buffer(self) -> mmap.mmap:
-        """Aligned memory for one read past the cache; give it back with `give_buffer`."""
+    def take_buffer(self) -> Buffer:
+        """Memory for one read past the cache; give it back with `give_buffer`."""
         try:
             return self._spare.pop()
         except IndexError:
-            return mmap.mmap(-1, DIRECT_BYTES + 2 * BLOCK_BYTES)
+            return Buffer()
 
-    def give_buffer(self, buffer: mmap.mmap) -> None:
+    def give_buffer(self, buffer: Buffer) -> None:
         self._spare.append(buffer)
 
     def close(self) -> None:
         """Give the memory of reads past the cache back."""
         self._spare.clear()
+
+
+class Buffer:
+    """A huge page, where the system gives one, or as much of small ones."""
+
+    def __init__(self) -> None:
+        self._area = mmap.mmap(-1, 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._area))
+        start = -address % HUGE_PAGE_BYTES
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._area.madvise(mmap.MADV_HUGEPAGE, start, HUGE_PAGE_BYTES)
+        self.address = address + start
+        self.bytes = memoryview(self._area)[start : start + HUGE_PAGE_BYTES]
 
 
 class LocalFile:
@@ -132,7 +160,7 @@ class LocalFile:
     def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         pending, source = buffers, self._source
         wanted = sum(view.nbytes for view in buffers)
-        end = offset_bytes + wanted
+        end, from_disk = offset_bytes + wanted, _disk_bytes()
         try:
             if source.method == "auto" and NO_WAIT:
                 pending = self._from_cache(offset_bytes, pending)
@@ -141,35 +169,99 @@ class LocalFile:
                 self._read_cold(end - cold, pending, cold, end)
         except OSError as error:
             raise unread(str(self.path), offset_bytes, wanted, str(error.strerror)) from error
+        source.usage.add("disk", _disk_bytes() - from_disk)
 
     def read_rows(self, offset_bytes: int, target: memoryview, span_bytes: int, stride_bytes: int) -> None:
-        """One call a row, and no byte between them; what the page cache lacks is asked for before it is waited for."""
-        count = target.nbytes // span_bytes
-        places = [target[at : at + span_bytes] for at in range(0, count * span_bytes, span_bytes)]
+        """No byte between rows is delivered; what is near enough is read with them where that is sooner done."""
+        count, source, from_disk = target.nbytes // span_bytes, self._source, _disk_bytes()
         offsets = range(offset_bytes, offset_bytes + count * stride_bytes, stride_bytes)
         try:
-            done = self._rows_from_cache(offsets, places, span_bytes)
-            self._source.usage.add("cached", done * span_bytes)
+            done = self._rows_from_cache(offsets, target, span_bytes) if source.method == "auto" and NO_WAIT else 0
+            source.usage.add("cached", done * span_bytes)
             if done < count:
-                self._rows_to_come(offsets[done:], span_bytes, stride_bytes)
-                self._source.usage.add("buffered", (count - done) * span_bytes)
-            for place, offset in zip(places[done:], offsets[done:], strict=True):
-                self._read_buffered(offset, [place], offset + span_bytes)
+                self._rows_from_disk(offsets[done:], target[done * span_bytes :], span_bytes, stride_bytes)
         except OSError as error:
             raise unread(str(self.path), offset_bytes, target.nbytes, str(error.strerror)) from error
+        source.usage.add("disk", _disk_bytes() - from_disk)
 
-    def _rows_from_cache(self, offsets: range, places: list[memoryview], span_bytes: int) -> int:
+    def _rows_from_disk(self, offsets: range, target: memoryview, span: int, stride: int) -> None:
+        source, from_disk, started_s = self._source, _disk_bytes(), time.perf_counter()
+        method = source.trial.method() if source.method == "auto" else source.method
+        is_near = stride - span <= THROUGH_BYTES and span <= DIRECT_BYTES
+        if method == "direct" and is_near and self._direct_descriptor() is not None:
+            self._rows_direct(offsets, target, span)
+        else:
+            method = "buffered"
+            self._rows_to_come(offsets, span, stride)
+            self._rows_buffered(offsets, target, span)
+        source.usage.add(method, target.nbytes)
+        if source.method == "auto":
+            nbytes = max(target.nbytes, _disk_bytes() - from_disk)
+            source.trial.took(method, nbytes, started_s, time.perf_counter())
+
+    def _rows_direct(self, offsets: range, target: memoryview, span: int) -> None:
+        """Many rows by one read past the cache, with what is between them; their shares are copied from there."""
+        descriptor, stride, at = self._direct_descriptor(), offsets.step, 0
+        assert descriptor is not None
+        each = max(1, (DIRECT_BYTES - span) // stride + 1)
+        buffer = self._source.take_buffer()
+        try:
+            for first in range(0, len(offsets), each):
+                part = offsets[first : first + each]
+                start, end = part[0] // BLOCK_BYTES * BLOCK_BYTES, part[-1] + span
+                self._fill(descriptor, buffer, start, end)
+                rows = target[at : at + len(part) * span]
+                self._gather(buffer.address + part[0] - start, rows, span, stride)
+                at += rows.nbytes
+        finally:
+            self._source.give_buffer(buffer)
+
+    def _fill(self, descriptor: int, buffer: Buffer, start: int, end: int) -> None:
+        """Bytes [start, end) into the buffer, from a block's start on; what is read behind them is of no use."""
+        done, wanted = 0, -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES
+        while start + done < end:
+            count = os.preadv(descriptor, [buffer.bytes[done:wanted]], start + done)
+            done += count
+            if count == 0 or (count % BLOCK_BYTES and start + done < end):  # that is where the file ends
+                raise self._ended(end, end - start)
+
+    def _gather(self, address: int, target: memoryview, span: int, stride: int) -> None:
+        compiled = self._source.native(target.nbytes)
+        if compiled is not None:
+            compiled.gather(address, target, span, stride)
+            return
+        place = ctypes.addressof(ctypes.c_char.from_buffer(target))
+        for row in range(target.nbytes // span):
+            ctypes.memmove(place + row * span, address + row * stride, span)
+
+    def _rows_buffered(self, offsets: range, target: memoryview, span: int) -> None:
+        """One call a row, wherever it is."""
+        compiled, done = self._source.native(target.nbytes), 0
+        if compiled is not None:
+            done = compiled.read_rows(self._descriptor, offsets[0], target, span, offsets.step)
+        for row, offset in enumerate(offsets[done:], done):
+            self._read_buffered(offset, [target[row * span : (row + 1) * span]], offset + span)
+
+    def _rows_from_cache(self, offsets: range, target: memoryview, span: int) -> int:
         """How many rows, from the first on, the page cache gave without waiting for the disk."""
-        if not NO_WAIT:
-            return 0
+        compiled, ways = self._source.native(target.nbytes), self._source.rows
+        if compiled is None:
+            return self._rows_one_by_one(offsets, target, span)
+        way, before_s = ways.way(), time.thread_time()
+        take = compiled.take_rows if way == "mapped" else compiled.try_rows
+        done = take(self._descriptor, offsets[0], target, span, offsets.step)
+        ways.took(way, done * span, time.thread_time() - before_s)
+        return done
+
+    def _rows_one_by_one(self, offsets: range, target: memoryview, span: int) -> int:
         descriptor, preadv, done = self._descriptor, os.preadv, 0
         try:
-            for place, offset in zip(places, offsets, strict=True):
-                if preadv(descriptor, (place,), offset, NO_WAIT) != span_bytes:
+            for at, offset in zip(range(0, target.nbytes, span), offsets, strict=True):
+                if preadv(descriptor, (target[at : at + span],), offset, NO_WAIT) != span:
                     break
                 done += 1
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+            if error.errno not in NOT_THERE:
                 raise
         return done
 
@@ -197,24 +289,32 @@ class LocalFile:
 
     def _from_cache(self, offset: int, pending: list[memoryview]) -> list[memoryview]:
         """Take what the page cache holds without waiting for the disk; what is left."""
+        ways = self._source.ranges
         while pending:
-            try:
-                count = os.preadv(self._descriptor, pending, offset, NO_WAIT)
-            except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-                    return pending
-                raise
+            compiled, count = self._source.native(pending[0].nbytes), 0
+            way, before_s = ways.way() if compiled is not None else "read", time.thread_time()
+            if compiled is not None and way == "mapped":
+                count = compiled.take(self._descriptor, offset, pending[0])
+            if not count:
+                way, few = "read", pending[:1] if compiled is not None else pending
+                try:
+                    count = os.preadv(self._descriptor, few, offset, NO_WAIT)
+                except OSError as error:
+                    if error.errno in NOT_THERE:
+                        return pending
+                    raise
             if count == 0:
                 return pending
+            if compiled is not None:
+                ways.took(way, count, time.thread_time() - before_s)
             self._source.usage.add("cached", count)
             offset += count
             pending = after(pending, count)
         return pending
 
     def _read_cold(self, offset: int, pending: list[memoryview], nbytes: int, end: int) -> None:
-        source = self._source
+        source, from_disk, started_s = self._source, _disk_bytes(), time.perf_counter()
         method = source.trial.method() if source.method == "auto" else source.method
-        started_s = time.perf_counter()
         if method == "direct" and self._direct_descriptor() is not None:
             self._read_direct(offset, pending, end)
         else:
@@ -222,7 +322,7 @@ class LocalFile:
             self._read_buffered(offset, pending, end)
         source.usage.add(method, nbytes)
         if source.method == "auto":
-            source.trial.took(method, nbytes, started_s, time.perf_counter())
+            source.trial.took(method, max(nbytes, _disk_bytes() - from_disk), started_s, time.perf_counter())
 
     def _read_buffered(self, offset: int, pending: list[memoryview], end: int) -> None:
         while pending:
@@ -237,16 +337,12 @@ class LocalFile:
         assert descriptor is not None
         buffer = self._source.take_buffer()
         try:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             while pending:
                 start = offset // BLOCK_BYTES * BLOCK_BYTES
-                span = min(DIRECT_BYTES + BLOCK_BYTES, -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES)
-                found = os.preadv(descriptor, [memoryview(buffer)[:span]], start)
-                count = min(start + found, end) - offset
-                if count <= 0:
-                    raise self._ended(end, end - offset)
-                pending = _copy(address + offset - start, count, pending)
-                offset += count
+                stop = min(start + DIRECT_BYTES, end)
+                self._fill(descriptor, buffer, start, stop)
+                pending = _copy(buffer.address + offset - start, stop - offset, pending)
+                offset = stop
         finally:
             self._source.give_buffer(buffer)
 
@@ -265,49 +361,6 @@ class LocalFile:
         return ended_early(str(self.path), os.fstat(self._descriptor).st_size, end, wanted)
 
 
-class Trial:
-    """Which way of reading what the page cache lacks is faster here, measured on the load itself.
-
-    The first cold bytes go through the cache, as many past it, each by all readers together; then the faster way is
-    kept to. Loads with little to read go through the cache, which then serves the next one.
-    """
-
-    def __init__(self) -> None:
-        self.verdict = ""
-        self._rates: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._chosen: Literal["buffered", "direct"] | None = None
-        self._bytes, self._began_s = 0, 0.0
-        self._phase: Literal["skip", "buffered", "direct"] = "skip"
-
-    def method(self) -> Literal["buffered", "direct"]:
-        return self._chosen or ("direct" if self._phase == "direct" else "buffered")
-
-    def took(self, method: str, nbytes: int, started_s: float, ended_s: float) -> None:
-        """A read that was begun in the phase that is being measured counts; others belong to the one before."""
-        if self._chosen is not None:
-            return
-        with self._lock:
-            limit = TRIAL_FROM_BYTES - 2 * TRIAL_BYTES if self._phase == "skip" else TRIAL_BYTES
-            if self._phase != "skip" and (method != self._phase or started_s < self._began_s):
-                return
-            self._bytes += nbytes
-            if self._bytes >= limit:
-                self._next(ended_s)
-
-    def _next(self, now_s: float) -> None:
-        if self._phase != "skip":
-            self._rates[self._phase] = self._bytes / (now_s - self._began_s)
-        if self._phase == "direct":
-            buffered, direct = self._rates["buffered"], self._rates["direct"]
-            self._chosen = "direct" if direct > CLEARLY_FASTER * buffered else "buffered"
-            words = "past" if self._chosen == "direct" else "through"
-            rates = f"buffered {buffered / 1e9:.2f}, O_DIRECT {direct / 1e9:.2f} GB/s on this load"
-            self.verdict = f"cold files are read {words} the page cache: {rates}"
-        self._phase = "buffered" if self._phase == "skip" else "direct"
-        self._bytes, self._began_s = 0, now_s
-
-
 def _copy(address: int, nbytes: int, buffers: list[memoryview]) -> list[memoryview]:
     """Copy from an address into the buffers without the interpreter lock; what is left of them."""
     pending = buffers
@@ -319,6 +372,12 @@ def _copy(address: int, nbytes: int, buffers: list[memoryview]) -> list[memoryvi
         address, nbytes = address + count, nbytes - count
         pending = after(pending, count) if count < view.nbytes else pending[1:]
     return pending
+
+
+def _disk_bytes() -> int:
+    """What this thread had the disk read so far, pages ahead included; 0 where the system does not tell."""
+    whose = getattr(resource, "RUSAGE_THREAD", None)
+    return 0 if whose is None else resource.getrusage(whose).ru_inblock * 512
 
 
 def _version(found: os.stat_result) -> str:

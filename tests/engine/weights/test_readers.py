@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.readers import Job, Piece, read_jobs, read_pieces
 from firstlight.engine.weights.sources import local
+from firstlight.engine.weights.sources import native as compiled_reads
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
 from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
 
@@ -191,7 +195,8 @@ def test_memory_is_provided_by_the_thread_that_reads_and_before_it_does(
 
 
 def shares(content: bytes, offset: int, count: int, span: int, stride: int) -> bytes:
-    return b"".join(content[offset + row * stride :][:span] for row in range(count))
+    starts = range(offset, offset + count * stride, stride)
+    return b"".join(content[start : start + span] for start in starts)
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -247,8 +252,13 @@ def test_every_way_of_reading_gives_the_same_bytes(files: dict[Path, bytes], met
         target = bytearray(777)
         read_pieces([(path.name, len(content) - 777, memoryview(target))], 1, source=source)
         assert bytes(target) == content[-777:]
+        for span, stride in ((700, 2500), (700, 40_000), (5000, 9000)):
+            count = (len(content) - 55 - span) // stride + 1 if len(content) > 55 + span else 0
+            target = bytearray(count * span)
+            read_pieces([Rows(path.name, 55, memoryview(target), span, stride)], 2, source=source)
+            assert bytes(target) == shares(content, 55, count, span, stride)
         if method != "auto":
-            assert set(source.usage.counts()) <= {method, "buffered"}
+            assert set(source.usage.counts()) <= {method, "buffered", "disk"}
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -280,3 +290,121 @@ def test_the_faster_way_is_found_by_trying_both(monkeypatch: pytest.MonkeyPatch)
     quick = local.Trial()
     quick.took("buffered", 8 << 20, 0.0, 1.0)
     assert (quick.method(), quick.verdict) == ("buffered", ""), "little is read: the cache serves the next start"
+
+
+def both_ways(read: Callable[[LocalFiles], bytes], monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
+    """What compiled code and what Python gives; the former was really called."""
+    compiled = local.native()
+    assert compiled is not None, "a compiler is among what the tests need"
+    calls: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(compiled, name)
+
+    monkeypatch.setattr(local, "native", Watched)
+    ours = read(LocalFiles())
+    assert calls
+    monkeypatch.setattr(local, "native", lambda: None)
+    return ours, read(LocalFiles())
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 16 << 20), (4096, 300_000), (12_345, 9_000_001), (8, 4 << 20)])
+def test_compiled_and_plain_reads_give_the_same_bytes(
+    files: dict[Path, bytes], offset: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any phase of a page, over more than one window, into memory at any address."""
+    path, content = list(files.items())[2]
+    for shift in (0, 3):
+
+        def read(source: LocalFiles, shift: int = shift) -> bytes:
+            target = bytearray(nbytes + 64)
+            read_pieces([(path, offset, memoryview(target)[shift : shift + nbytes])], 2, source=source)
+            assert not any(target[:shift]), "nothing in front"
+            assert not any(target[shift + nbytes :]), "nothing behind"
+            return bytes(target[shift : shift + nbytes])
+
+        ours, plain = both_ways(read, monkeypatch)
+        assert ours == plain == content[offset : offset + nbytes]
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("first_hole", [None, 0, 1500])
+@pytest.mark.parametrize(("span", "stride"), [(512, 4096), (5000, 5001), (3000, 100_000), (300_000, 5_000_000)])
+def test_compiled_and_plain_shares_of_rows_are_the_same_bytes(
+    files: dict[Path, bytes], span: int, stride: int, first_hole: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the page cache lacks all of the file, or what lies behind some row."""
+    path, content = list(files.items())[2]
+    count = min(4000, (len(content) - 77 - span) // stride + 1)
+
+    def read(source: LocalFiles) -> bytes:
+        if first_hole is not None:
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), first_hole * 4096, 0, os.POSIX_FADV_DONTNEED)
+        target = bytearray(count * span)
+        read_pieces([Rows(str(path), 77, memoryview(target), span, stride)], 2, source=source)
+        assert source.usage["cached"] + source.usage["buffered"] == count * span
+        return bytes(target)
+
+    monkeypatch.setattr(local, "NATIVE_BYTES", 1)
+    ours, plain = both_ways(read, monkeypatch)
+    assert ours == plain == shares(content, 77, count, span, stride)
+
+
+def test_compiled_reads_stop_where_a_file_ends(tmp_path: Path) -> None:
+    """And say what is missing, as plain ones do: behind the end lies nothing, not zeros."""
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * 1_000_001)
+    for piece in (
+        (path, 0, memoryview(bytearray(1_000_100))),
+        Rows(str(path), 1, memoryview(bytearray(500_000)), 1000, 2004),
+    ):
+        with pytest.raises(Refused) as refused:
+            read_pieces([piece], 2)
+        assert refused.value.findings[0].code == "truncated-shard"
+
+
+def test_a_file_that_is_cut_while_it_is_copied_from_ends_no_process(tmp_path: Path) -> None:
+    """Whenever it happens: a bus error comes back as bytes that are not there. `check` tells of a file that changed."""
+    compiled = local.native()
+    assert compiled is not None
+    path, size, done = tmp_path / "shard", 1 << 20, threading.Event()
+    content = bytes([7]) * size
+    path.write_bytes(content)
+    before = signal.getsignal(signal.SIGBUS)
+
+    def cut() -> None:
+        while not done.is_set():
+            os.truncate(path, 100_000)
+            path.write_bytes(content)
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    descriptor, target = os.open(path, os.O_RDONLY), bytearray(size)
+    try:
+        for _ in range(300):
+            assert 0 <= compiled.take(descriptor, 0, memoryview(target)) <= size
+            assert 0 <= compiled.take_rows(descriptor, 0, memoryview(target)[:2560], 10, 4096) <= 256
+    finally:
+        done.set()
+        cutter.join()
+        os.close(descriptor)
+    assert signal.getsignal(signal.SIGBUS) == before
+
+
+@pytest.mark.parametrize("compilers", [(), ("false",)])
+def test_without_a_compiler_reads_are_plain(
+    files: dict[Path, bytes], compilers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is none, and where it fails."""
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled_reads, "COMPILERS", compilers)
+    monkeypatch.setattr(local, "native", compiled_reads.native.__wrapped__)
+    assert local.native() is None
+    path, content = list(files.items())[2]
+    target = bytearray(len(content))
+    read_pieces([(path, 0, memoryview(target))], 2)
+    assert bytes(target) == content

@@ -1,0 +1,106 @@
+"""What reads of local files gain from C++: copies out of the page cache and shares of rows, without Python's lock.
+
+Compiled once per machine, in about a second, by whichever load has much to read first. Without a compiler, or where the
+system differs, `native` gives None and `local.py` reads in its plain way: the same bytes, only later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from firstlight.engine.settings import read_settings
+
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+SOURCE = Path(__file__).with_name("native.cpp")
+
+
+class Native:
+    """The compiled functions; memoryviews are contiguous and writable."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `OSError` where the library cannot be loaded."""
+        library = ctypes.CDLL(str(path))
+        file, number, memory = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        self._take, self._take_rows = library.firstlight_take, library.firstlight_take_rows
+        self._try_rows, self._read_rows = library.firstlight_try_rows, library.firstlight_read_rows
+        self._take.argtypes = (file, number, memory, number)
+        for function in (self._take_rows, self._try_rows, self._read_rows):
+            function.argtypes = (file, number, memory, number, number, number)
+        self._gather = library.firstlight_gather
+        self._gather.argtypes, self._gather.restype = (memory, memory, number, number, number), None
+        for function in (self._take, self._take_rows, self._try_rows, self._read_rows):
+            function.restype = number
+
+    def take(self, descriptor: int, offset_bytes: int, target: memoryview) -> int:
+        """Copy what the page cache holds of a range, from its start on, by mapping it; bytes copied."""
+        return int(self._take(descriptor, offset_bytes, _address(target), target.nbytes))
+
+    def take_rows(self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int) -> int:
+        """Copy `span` of every `stride` bytes for as long as the page cache holds them, by mapping; rows copied."""
+        count = target.nbytes // span
+        return int(self._take_rows(descriptor, offset_bytes, _address(target), count, span, stride))
+
+    def try_rows(self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int) -> int:
+        """The same by one read a row."""
+        count = target.nbytes // span
+        return int(self._try_rows(descriptor, offset_bytes, _address(target), count, span, stride))
+
+    def read_rows(self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int) -> int:
+        """Read `span` of every `stride` bytes, one call a row; rows read before the end of the file.
+
+        Raises `OSError`.
+        """
+        count = target.nbytes // span
+        done = int(self._read_rows(descriptor, offset_bytes, _address(target), count, span, stride))
+        if done < 0:
+            raise OSError(-done, os.strerror(-done))
+        return done
+
+    def gather(self, address: int, target: memoryview, span: int, stride: int) -> None:
+        """Copy `span` of every `stride` bytes from an address on."""
+        self._gather(address, _address(target), target.nbytes // span, span, stride)
+
+
+@cache
+def native() -> Native | None:
+    """The library, from the cache directory or compiled now; None where there is none to be had."""
+    if platform.system() != "Linux":
+        return None
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(" ".join((*FLAGS, platform.machine(), *platform.libc_ver())).encode())
+    path = read_settings().cache_dir / f"reads-{digest.hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            if compiler is None:
+                return None
+            build(compiler, path)
+        return Native(path)
+    except (OSError, subprocess.CalledProcessError):  # an odd compiler, a read-only home, another machine's library
+        return None
+
+
+def build(compiler: str, path: Path) -> None:
+    """Compile to a name of our own, then move it into place, so that ranks that start together do no harm.
+
+    Raises `OSError` and `CalledProcessError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+        made.replace(path)
+
+
+def _address(target: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(target))
