@@ -98,6 +98,13 @@ def _llava(tower: str, text: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
+def _folded(model_type: str, **more: Any) -> dict[str, Any]:
+    """Cohere's: two by two patches become one, the text's logits have no scale."""
+    plain = _llava("siglip", llama(model_type="cohere2", num_hidden_layers=2, sliding_window=7, logit_scale=1.0))
+    vision = {**plain["vision_config"], "image_size": 16}
+    return {**plain, "model_type": model_type, "vision_config": vision, **more}
+
+
 # One line a case. Lengths are chosen so that windows and trained lengths are crossed where the case is about them.
 TINY: dict[str, Tiny] = {
     "llama": Tiny(llama(), shards=2),
@@ -231,6 +238,10 @@ TINY: dict[str, Tiny] = {
     "vipllava": Tiny(
         _llava("clip", llama(num_hidden_layers=2), model_type="vipllava", vision_feature_layer=[-2, -1, 0]),
         picture_tokens=9,
+    ),
+    "aya_vision": Tiny(_folded("aya_vision", alignment_intermediate_size=28), picture_tokens=4),
+    "cohere2_vision": Tiny(
+        _folded("cohere2_vision", image_token_id=IMAGE_TOKEN, alignment_intermediate_size=44), picture_tokens=4
     ),
     "llava-moe": Tiny(
         _llava("siglip", _qwen3_moe(num_hidden_layers=2), vision_feature_select_strategy="full"), picture_tokens=9

@@ -30,6 +30,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
         "bamba": "bamba",
         "cohere": "cohere cohere2",
         "cohere2_moe": "cohere2_moe",
+        "cohere_vision": "aya_vision cohere2_vision",
         "dbrx": "dbrx",
         "deepseek_v2": "deepseek_v2",
         "deepseek_v3": "deepseek_v3 kimi_k2",

@@ -61,18 +61,22 @@ class ActivationStep(msgspec.Struct, frozen=True, kw_only=True, tag="activation"
 
 
 class GatedStep(msgspec.Struct, frozen=True, kw_only=True, tag="gated"):
-    """down(act(gate x) * up x), without biases."""
+    """down(act(gate x) * up x), to `width` (None: as wide as x)."""
 
     intermediate: int
     activation: str
+    width: int | None = None
+    bias: bool = False
 
     def out(self, width: int) -> int:
-        return width
+        return self.width or width
 
     def parameters(self, scope: Scope, width: int) -> Iterator[Param]:
-        for part in ("gate", "up"):
-            yield scope.param(f"{part}.weight", self.intermediate, width, role="projector")
-        yield scope.param("down.weight", width, self.intermediate, role="projector")
+        shapes = {"gate": (self.intermediate, width), "up": (self.intermediate, width)}
+        for part, shape in {**shapes, "down": (self.out(width), self.intermediate)}.items():
+            yield scope.param(f"{part}.weight", *shape, role="projector")
+            if self.bias:
+                yield scope.param(f"{part}.bias", shape[0], role="projector")
 
 
 class MergeStep(msgspec.Struct, frozen=True, kw_only=True, tag="merge"):

@@ -194,6 +194,14 @@ def test_a_stretching_that_is_not_known_is_refused() -> None:
         described(rope_parameters={"rope_type": "linear", "factor": 2.0, "twist": 3.0, "rope_theta": 10000.0})
 
 
+def test_sums_of_slices_that_leave_biases_out_are_refused() -> None:
+    """BLOOM's reference adds no bias where it multiplies slice by slice; with one slice it does not slice."""
+    raw = {**TINY["bloom"].config, "slow_but_exact": True}
+    assert FAMILIES.describe({**raw, "pretraining_tp": 1})[0].layers
+    with pytest.raises(Refused, match="slow_but_exact"):
+        FAMILIES.describe({**raw, "pretraining_tp": 2})
+
+
 # Heads and vocabulary that do not divide
 
 

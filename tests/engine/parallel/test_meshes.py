@@ -35,6 +35,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "gemma2": ("tp2", "tp2 pp2"),
     "llava-clip": ("tp2", "pp2", "tp2 pp2"),
     "llava-moe": ("ep2", "tp2 ep2"),
+    "cohere2_vision": ("tp2", "pp2"),
     "llava-siglip": ("tp2", "pp2"),
     **families.MESHES,
 }
