@@ -49,15 +49,19 @@ class ExpertCache:
         budget_bytes: int | None,
         other_bytes: int,
         threads: int | None = None,
+        other_staging_bytes: int = 0,
     ) -> None:
-        """`other_bytes` of the budget are taken. Raises `Refused` where not one expert of each kind has room."""
+        """`other_bytes` of the budget are taken, by what takes `other_staging_bytes` until it is read.
+
+        Raises `Refused` where not one expert of each kind has room.
+        """
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._budget_bytes, self._whole_bytes = budget_bytes, pieces.nbytes
         self._other_bytes = other_bytes
         self._sites = _sites(pieces.storages)
         self._pieces = _by_expert(pieces.pieces, self._sites)
         self._lock = threading.Lock()
-        staging = 0 if budget_bytes is None else max(map(self._staging, self._sites))
+        staging = 0 if budget_bytes is None else max(other_staging_bytes, *map(self._staging, self._sites))
         self._staging_bytes = staging
         groups: dict[Signature, list[str]] = {}
         for site, storages in self._sites.items():

@@ -10,6 +10,7 @@ import torch
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import RankPieces
+from firstlight.engine.weights import residency
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.expert_cache import ExpertCache, is_expert
 from firstlight.engine.weights.loader import Weights, load
@@ -43,11 +44,19 @@ def hold(
         if len(always.storages) == len(pieces.storages):
             raise _no_experts()
     other_bytes = sum(aligned(storage.nbytes) for storage in always.storages)
-    coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads)
+    staging_limit, staging = residency.STAGING_BYTES, 0
+    if budget_bytes is not None:  # both are filled one after the other, through the same staging memory
+        options["ahead_bytes"] = staging_limit // 2
+        staging = residency.staging_bytes(checkpoint, always.storages, always.pieces, device, staging_limit)
+    coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads, staging)
     stream = LayerStream(*coming) if kind == "streamed" else None
     experts = ExpertCache(*coming) if kind == "experts" else None
     try:
+        if stream is not None and budget_bytes is None:
+            stream.begin()
         weights = load(checkpoint, always, device, threads, **options)
+        if stream is not None and budget_bytes is not None:
+            stream.begin()
     except BaseException:
         for one in (stream, experts):
             if one is not None:

@@ -116,6 +116,7 @@ def load(
     reserved: Pages | None = None,
     cancel: threading.Event | None = None,
     by_layer: bool = False,
+    ahead_bytes: int = AHEAD_BYTES,
 ) -> Weights:
     """Reserves every storage of the rank on `device`, then reads all pieces, in the order of the forward pass.
 
@@ -123,7 +124,7 @@ def load(
     memory, where they are cut, converted and unpacked while what comes behind is being read. On CPUs memory is backed
     in the background, ahead of the reading; `reserved` is such memory from before (`pages.reserve`), of the right size.
     `threads` None: as many readers as suit the source. `by_layer`: small pieces of two layers are never read together,
-    so that `progress` is called between layers.
+    so that `progress` is called between layers. `ahead_bytes` may be read, or being read, before they are placed.
 
     Raises `Refused` when memory or bytes are not there, and `Cancelled` when `cancel` is set; nothing is kept then.
     """
@@ -138,7 +139,7 @@ def load(
     filling = Filling(checkpoint, pieces.storages, pieces.pieces, storages, device, pool)
     started_s, waited_s, done, whole = time.perf_counter(), pool.waited_s, 0, 0
     try:
-        for layer, nbytes in filling.carry_out(threads, cancel, by_layer=by_layer):
+        for layer, nbytes in filling.carry_out(threads, cancel, ahead_bytes, by_layer):
             done += nbytes
             if progress is not None:
                 whole = whole or filling.read_bytes  # while readers are at it

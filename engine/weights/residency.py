@@ -70,14 +70,19 @@ class LayerStream:
         budget_bytes: int | None,
         other_bytes: int,
         threads: int | None = None,
+        other_staging_bytes: int = 0,
     ) -> None:
-        """`other_bytes` of the budget are taken already. Raises `Refused` where not even two layers have room."""
+        """`other_bytes` of the budget are taken already, by what takes `other_staging_bytes` until it is read.
+
+        Raises `Refused` where not even two layers have room.
+        """
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._start, self._stop = pieces.layers
         self._storages = _by_layer(pieces.storages)
         self._pieces = _by_layer(pieces.pieces, {storage.name: storage.layer for storage in pieces.storages})
         self._budget_bytes, self._other_bytes, self._whole_bytes = budget_bytes, other_bytes, pieces.nbytes
-        self._staging_bytes = 0 if budget_bytes is None else max(map(self._staging, self._range))
+        staging = 0 if budget_bytes is None else max(other_staging_bytes, *map(self._staging, self._range))
+        self._staging_bytes = staging
         sizes = [sum(aligned(one.nbytes) for one in self._storages[layer]) for layer in self._range]
         slot_bytes = max(sizes)
         count = _slots(len(sizes), slot_bytes, budget_bytes, other_bytes + self._staging_bytes)
@@ -97,6 +102,9 @@ class LayerStream:
         self._waited_s = self._fetch_s = 0.0
         self._pass_waited = 0
         self._thread = threading.Thread(target=self._fetch_all, name="layers", daemon=True)
+
+    def begin(self) -> None:
+        """Fetch from here on, in the background; called once."""
         self._thread.start()
 
     @property
@@ -161,7 +169,8 @@ class LayerStream:
         self._cancel.set()
         with self._changed:
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._pool.stop()
 
     @property
