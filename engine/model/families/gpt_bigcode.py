@@ -6,11 +6,16 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families import gpt2
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import WeightRule, ignored, rule
-from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec import Attention, Mixer, ModelSpec
 
 
 def _one(config: Config) -> bool:
     return bool(config.get("multi_query", True))
+
+
+def _with_keys(mixer: Mixer | None, one: bool) -> Attention:
+    assert isinstance(mixer, Attention)
+    return msgspec.structs.replace(mixer, num_kv_heads=1) if one else msgspec.structs.replace(mixer, fused=True)
 
 
 def spec(config: Config) -> ModelSpec:
@@ -26,10 +31,7 @@ def spec(config: Config) -> ModelSpec:
     ):
         config.get(key)  # follows from multi_query; of code that is gone
     plain = gpt2.spec(config)
-    fields = {"num_kv_heads": 1} if _one(config) else {"fused": True}
-    layers = (
-        msgspec.structs.replace(layer, mixer=msgspec.structs.replace(layer.mixer, **fields)) for layer in plain.layers
-    )
+    layers = (msgspec.structs.replace(layer, mixer=_with_keys(layer.mixer, _one(config))) for layer in plain.layers)
     return msgspec.structs.replace(plain, family="gpt_bigcode", layers=tuple(layers))
 
 
