@@ -1,31 +1,28 @@
-"""The whole ladder on the sample text model, as `make up` climbs it; tests/workbench/test_bringup.py has the other."""
+"""The ladder on the sample text model, a load that is lighter than `up` puts on it; test_bringup.py has `up` itself."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from firstlight.workbench.bringup import Bringup
 from firstlight.workbench.cli import main
 from tests.repo.tree import ROOT
-
-RUNGS = ("scan", "plan", "load", "start", "infer", "verify", "profile", "export")
-
-
-def _climb(checkpoint: Path, run: Path, *arguments: str) -> dict[str, Any]:
-    """`firstlight up`; the reports by verb."""
-    assert main(["up", str(checkpoint), "--run", str(run), "-q", *arguments]) == 0
-    return {path.stem[3:]: json.loads(path.read_text()) for path in sorted((run / "reports").glob("*.json"))}
 
 
 def test_smollm2_on_two_stages(smollm2: Path, tmp_path: Path) -> None:
     """Nine heads do not divide by two ranks; two pipeline stages take the layers instead."""
     assert main(["up", str(smollm2), "--run", str(tmp_path / "refused"), "-q", "--tp", "2"]) == 2
-    reports = _climb(smollm2, tmp_path / "run", "--pp", "2")
-    assert {verb: reports[verb]["status"] for verb in RUNGS} == dict.fromkeys(RUNGS, "passed")
-    assert any("Paris" in row["answer"] for row in reports["infer"]["tables"]["answers"])
+    with Bringup(smollm2, run=tmp_path / "run", pp=2) as session:
+        for rung in (session.scan, session.plan, session.load, session.start, session.infer, session.verify):
+            assert rung().passed, session.run.reports()[-1]
+        assert session.profile(prompt_tokens=32, decode_steps=4, bandwidth=False).passed
+        assert session.stress(requests=8, concurrency=4, tokens=8).passed, session.run.reports()[-1]
+        assert session.export().passed
+        answers = session.run.latest("infer")
+    assert answers is not None
+    assert any("Paris" in row["answer"] for row in answers.tables["answers"])
 
 
 @pytest.fixture(scope="module")
