@@ -93,7 +93,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """A report from its file. Raises `Refused` when it is none."""
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:  # a number without a unit
             raise Refused(
                 fatal(
                     "side-file-invalid",

@@ -163,6 +163,9 @@ def becomes(path: Path, make: Callable[[Path], object]) -> None:
 
 REPORTS: dict[str, Callable[[Path], object]] = {
     "half a report": lambda run: (run / "reports/01-scan.json").write_text("{"),
+    "a number without a unit": lambda run: (run / "reports/01-scan.json").write_text(
+        '{"title": "t", "verb": "scan", "status": "passed", "metrics": {"x": {"value": 5, "unit": ""}}}'
+    ),
     "no report": lambda run: (run / "reports/01-scan.json").unlink(),
     "a pipe": lambda run: becomes(run / "reports/01-scan.json", os.mkfifo),
     "a link out": lambda run: becomes(run / "reports/01-scan.json", lambda p: p.symlink_to(secret(run.parent))),
