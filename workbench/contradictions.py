@@ -105,14 +105,15 @@ def _rotary(text: Mapping[str, Any]) -> Iterator[Finding]:
     for name, fields in (("rope_scaling", old), ("rope_parameters", new)):
         if isinstance(fields, Mapping):
             yield from _stretched(name, fields, text)
-    kinds = [_rope_kind(fields) or "default" for fields in (old, new) if isinstance(fields, Mapping) and fields]
-    if len(kinds) == 2 and kinds[0] != kinds[1] and "rope_type" not in old.keys() & new.keys():  # else said below
-        yield _clash(
-            f"rope_scaling asks for {_short(kinds[0])} and rope_parameters for {_short(kinds[1])}",
-            f"rope_parameters: {_short(new)}",
-            f"rope_scaling: {_short(old)}",
-            "check both against the model's release; engines differ in which of them they read",
-        )
+    if isinstance(old, Mapping) and old and new and "rope_type" not in old.keys() & new.keys():  # else said below
+        one, other = (_rope_kind(fields) or "default" for fields in (old, new))
+        if one != other:
+            yield _clash(
+                f"rope_scaling asks for {_short(one)} and rope_parameters for {_short(other)}",
+                f"rope_parameters: {_short(new)}",
+                f"rope_scaling: {_short(old)}",
+                "check both against the model's release; engines differ in which of them they read",
+            )
     if text.get("rope_theta") is not None:
         both.append(("rope_theta", {"rope_theta": text["rope_theta"]}))
     for name, values in both:

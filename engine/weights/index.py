@@ -183,8 +183,9 @@ def _closely(raw: dict[str, Any], twice: tuple[str, ...]) -> Index:
 
 def _stated(metadata: object) -> int | None:
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    is_number = isinstance(stated, int | float) and not isinstance(stated, bool) and math.isfinite(stated)
-    return int(stated) if is_number else None
+    if isinstance(stated, bool) or not isinstance(stated, int | float) or not math.isfinite(stated):
+        return None
+    return int(stated)
 
 
 def _listed_twice(twice: tuple[str, ...]) -> Iterator[Finding]:
