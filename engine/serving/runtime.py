@@ -67,6 +67,7 @@ class Engine:
         self._control = control
         self._counters = Counters()
         self._streams: dict[int, Stream] = {}
+        self._coming: dict[int, Stream] = {}  # submitted, and not yet taken in by the engine's thread
         self._numbers = itertools.count(1)
         self._inbox: deque[Callable[[], None]] = deque()
         self._arrived = threading.Event()
@@ -150,8 +151,10 @@ class Engine:
 
         def add() -> None:
             self._streams[request.number] = stream
+            self._coming.pop(request.number, None)
             self.scheduler.add(request)
 
+        self._coming[request.number] = stream
         self._tell(add)
         if self.failure is not None:  # it failed meanwhile: nobody will look into the inbox again
             stream.end("error", str(self.failure))
@@ -292,7 +295,7 @@ class Engine:
         self.failure = failure
         self.status = "failed"
         self.pulse.fail()
-        for stream in list(self._streams.values()):
+        for stream in (*self._streams.values(), *self._coming.values()):  # a step that hangs takes nobody in any more
             stream.end("error", str(failure))
         self._arrived.set()
 

@@ -10,6 +10,7 @@ import torch
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.request import Completion, Delta, SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, completion_of
@@ -191,6 +192,20 @@ def test_numbers_that_are_not_finite_end_the_request_with_an_error(checkpoint: G
     with pytest.raises(EngineFailed, match="not finite"):
         engine.complete(PROMPTS[0], params=greedy())
     assert not engine.scheduler.has_work
+
+
+def test_a_request_that_was_not_taken_in_yet_is_told_of_a_failure_too(checkpoint: Get) -> None:
+    """A step that waits for a lost rank never ends, so nobody looks into the inbox again."""
+    engine = start(checkpoint("llama"))
+    running = engine.submit([3, 4, 5], params=greedy(max_new_tokens=9))
+    engine.step()
+    coming = engine.submit([3, 4], params=greedy(max_new_tokens=9))
+    engine.fail(Failure(rank=1, phase="step 2 decode", reason="gave no sign of life"))
+    for stream in (running, coming):
+        while (delta := stream.read(0)) is not None and delta.finish is None:
+            pass
+        assert delta is not None
+        assert (delta.finish, delta.error) == ("error", "rank 1 in phase 'step 2 decode': gave no sign of life")
 
 
 def test_start_refuses_what_it_cannot_do(checkpoint: Get) -> None:
