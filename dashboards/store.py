@@ -194,7 +194,10 @@ class Follower:
 
     def progress(self, rungs: Sequence[str]) -> list[ProgressEvent]:
         """Every event of some rungs, from the file: for a replay."""
-        return [event for _, event in self._asked(lambda: list(self._reader.progress()), []) if event.rung in rungs]
+        nothing: list[tuple[int, ProgressEvent]] = []
+        return [
+            event for _, event in self._asked(lambda: list(self._reader.progress()), nothing) if event.rung in rungs
+        ]
 
     def series(self) -> list[Series]:
         return self._asked(self._reader.series, [])
