@@ -98,9 +98,11 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="a Llama's directory; without it one is made")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True, help="from the page cache")
+    parser.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True, help="from the disk")
     given = parser.parse_args()
     with big_checkpoint(int(given.gigabytes * 1e9)) if not given.checkpoint else nullcontext(given.checkpoint) as home:
-        for is_cold in (False, True):
+        for is_cold in [False] * given.warm + [True] * given.cold:
             table(home, is_cold, given.repeats)
 
 

@@ -93,7 +93,7 @@ class LocalFiles:
 
     def native(self, nbytes: int) -> Native | None:
         """What is compiled, for a piece of memory that is worth it; None: there is only Python."""
-        if self.method != "auto" or nbytes < NATIVE_BYTES or not NO_WAIT:
+        if nbytes < NATIVE_BYTES:
             return None
         with self._compiling:
             return native()
@@ -185,7 +185,7 @@ class LocalFile:
         source.usage.add("disk", _disk_bytes() - from_disk)
 
     def _rows_from_disk(self, offsets: range, target: memoryview, span: int, stride: int) -> None:
-        source, from_disk, started_s = self._source, _disk_bytes(), time.perf_counter()
+        source, started_s = self._source, time.perf_counter()
         method = source.trial.method() if source.method == "auto" else source.method
         is_near = stride - span <= THROUGH_BYTES and span <= DIRECT_BYTES
         if method == "direct" and is_near and self._direct_descriptor() is not None:
@@ -196,8 +196,7 @@ class LocalFile:
             self._rows_buffered(offsets, target, span)
         source.usage.add(method, target.nbytes)
         if source.method == "auto":
-            nbytes = max(target.nbytes, _disk_bytes() - from_disk)
-            source.trial.took(method, nbytes, started_s, time.perf_counter())
+            source.trial.took(method, target.nbytes, started_s, time.perf_counter())
 
     def _rows_direct(self, offsets: range, target: memoryview, span: int) -> None:
         """Many rows by one read past the cache, with what is between them; their shares are copied from there."""
@@ -313,7 +312,7 @@ class LocalFile:
         return pending
 
     def _read_cold(self, offset: int, pending: list[memoryview], nbytes: int, end: int) -> None:
-        source, from_disk, started_s = self._source, _disk_bytes(), time.perf_counter()
+        source, started_s = self._source, time.perf_counter()
         method = source.trial.method() if source.method == "auto" else source.method
         if method == "direct" and self._direct_descriptor() is not None:
             self._read_direct(offset, pending, end)
@@ -322,7 +321,7 @@ class LocalFile:
             self._read_buffered(offset, pending, end)
         source.usage.add(method, nbytes)
         if source.method == "auto":
-            source.trial.took(method, max(nbytes, _disk_bytes() - from_disk), started_s, time.perf_counter())
+            source.trial.took(method, nbytes, started_s, time.perf_counter())
 
     def _read_buffered(self, offset: int, pending: list[memoryview], end: int) -> None:
         while pending:

@@ -25,7 +25,7 @@
 namespace {
 
 constexpr int64_t PAGE = 4096;          // a larger page of the system only makes a mapping begin earlier than it must
-constexpr int64_t WINDOW = 4 << 20;     // mapped at a time: mappings count as resident memory
+constexpr int64_t WINDOW = 2 << 20;     // mapped at a time: mappings count as resident memory
 constexpr int64_t PROBE = 128 << 10;    // the page cache is asked for a byte in every so many
 constexpr int64_t DENSE = 8;            // rows of which at least one byte in so many is wanted are mapped at once
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-PHASES: tuple[tuple[Literal["buffered", "direct"], int], ...] = (
-    ("buffered", 32 << 20),
-    ("direct", 16 << 20),
-    ("direct", 32 << 20),
-)  # bytes that are read in either way before one is chosen; the first ones past the cache do not count
-CLEARLY_FASTER = 1.3  # what past the cache must be to be worth that the next start finds nothing in it
+PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
+    ("buffered", 16 << 20, False),
+    ("buffered", 32 << 20, True),
+    ("direct", 32 << 20, False),
+    ("direct", 32 << 20, True),
+)  # bytes read in either way before one is chosen, and whether they count
+CLEARLY_FASTER = 1.2  # what past the cache must be to be worth that the next start finds nothing in it
 TURN_BYTES = 16 << 20  # copied in each way before one is chosen
 
 
@@ -18,13 +19,14 @@ class Trial:
     """Which way of reading what the page cache lacks is faster here, measured on the load itself.
 
     The first cold bytes go through the cache, then as many past it, each by all readers together; then the faster way
-    is kept to. What the way past it costs at first (memory, a descriptor for each file) is not counted. Loads with
-    little to read go through the cache, which then serves the next one. Bytes are those the disk gave, which may be
-    more than were wanted.
+    is kept to. What each costs at first (memory, a descriptor for each file, pages that were asked for ahead by the
+    other way) is not counted. Loads with little to read go through the cache, which then serves the next one. Bytes are
+    those delivered, whatever the disk gave for them.
     """
 
     def __init__(self) -> None:
         self.verdict = ""
+        self._phase = 0
         self._rates: list[float] = []
         self._lock = threading.Lock()
         self._chosen: Literal["buffered", "direct"] | None = None
@@ -32,7 +34,7 @@ class Trial:
         self._began_s: float | None = None
 
     def method(self) -> Literal["buffered", "direct"]:
-        return self._chosen or PHASES[len(self._rates)][0]
+        return self._chosen or PHASES[self._phase][0]
 
     def took(self, method: str, nbytes: int, started_s: float, ended_s: float) -> None:
         """A read that was begun in the phase that is being measured counts; others belong to the one before."""
@@ -41,18 +43,22 @@ class Trial:
                 return
             if self._began_s is None:
                 self._began_s = started_s
-            wanted, phase_bytes = PHASES[len(self._rates)]
+            wanted, phase_bytes, counts = PHASES[self._phase]
             if method != wanted or started_s < self._began_s:
                 return
             self._bytes += nbytes
-            if self._bytes >= phase_bytes:
+            if self._bytes < phase_bytes:
+                return
+            if counts:
                 self._rates.append(self._bytes / (ended_s - self._began_s))
-                self._bytes, self._began_s = 0, ended_s
-            if len(self._rates) == len(PHASES):
+            self._bytes, self._began_s = 0, ended_s
+            if self._phase + 1 == len(PHASES):
                 self._choose()
+            else:
+                self._phase += 1
 
     def _choose(self) -> None:
-        buffered, direct = self._rates[0], self._rates[-1]
+        buffered, direct = self._rates
         words = "past" if direct > CLEARLY_FASTER * buffered else "through"
         rates = f"buffered {buffered / 1e9:.2f}, O_DIRECT {direct / 1e9:.2f} GB/s on this load"
         self.verdict = f"cold files are read {words} the page cache: {rates}"

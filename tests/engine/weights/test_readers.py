@@ -385,7 +385,7 @@ def test_a_file_that_is_cut_while_it_is_copied_from_ends_no_process(tmp_path: Pa
     cutter.start()
     descriptor, target = os.open(path, os.O_RDONLY), bytearray(size)
     try:
-        for _ in range(300):
+        for _ in range(600):
             assert 0 <= compiled.take(descriptor, 0, memoryview(target)) <= size
             assert 0 <= compiled.take_rows(descriptor, 0, memoryview(target)[:2560], 10, 4096) <= 256
     finally:
