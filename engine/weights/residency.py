@@ -19,7 +19,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.loader import Filling
+from firstlight.engine.weights.loader import AHEAD_BYTES, Filling
 from firstlight.engine.weights.memory import Pool
 from firstlight.engine.weights.pages import aligned
 from firstlight.engine.weights.placing import STORED_DTYPES
@@ -178,7 +178,51 @@ class LayerStream:
         return range(self._start, self._stop)
 
     def _fetch_all(self) -> None:
-        """The background thread: whatever is wanted next, as long as there is a slot for it."""
+        """The background thread: all layers in order, or whatever is wanted next, as long as there is a slot for it."""
+        try:
+            if not self._ahead:
+                self._fetch_each_once()
+            else:
+                self._fetch_as_wanted()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the layer
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _fetch_each_once(self) -> None:
+        """There is room for all: one load, of which each layer is used as soon as it is there."""
+        places = dict(zip(self._range, range(len(self._slots)), strict=True))
+        storages: dict[str, Tensor] = {}
+        for layer, slot in places.items():
+            own = self._views(layer, slot)
+            zero_padding(self._pieces.get(layer, ()), self._storages[layer], own)
+            storages |= own
+        described = [one for layer in self._range for one in self._storages[layer]]
+        pieces = [piece for layer in self._range for piece in self._pieces.get(layer, ())]
+        filling = Filling(self._checkpoint, described, pieces, storages, self._device, self._pool)
+        started_s, read_bytes, coming = time.perf_counter(), 0, iter(self._range)
+        layer = next(coming)
+        ahead_bytes = AHEAD_BYTES if self._budget_bytes is None else STAGING_BYTES // 2
+        for of, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes, by_layer=True):
+            while layer != of:
+                self._arrived(layer, places[layer], read_bytes, time.perf_counter() - started_s)
+                started_s, read_bytes, layer = time.perf_counter(), 0, next(coming)
+            read_bytes += nbytes
+        for last in (layer, *coming):
+            self._arrived(last, places[last], read_bytes, time.perf_counter() - started_s)
+            started_s, read_bytes = time.perf_counter(), 0
+
+    def _arrived(self, layer: int, slot: int, read_bytes: int, took_s: float) -> None:
+        with self._changed:
+            self._where[layer], self._fetching = slot, None
+            if slot in self._free:
+                self._free.remove(slot)
+            self._fetch_counts[layer] = self._fetch_counts.get(layer, 0) + 1
+            self._fetched_bytes += read_bytes
+            self._fetch_s += took_s
+            self._changed.notify_all()
+
+    def _fetch_as_wanted(self) -> None:
         while True:
             with self._changed:
                 found: tuple[int, int] | None = None
@@ -188,20 +232,9 @@ class LayerStream:
                     return
                 layer, slot = found
                 self._fetching = layer
-            try:
-                started_s = time.perf_counter()
-                nbytes = self._fetch(layer, slot)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the layer
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._where[layer], self._fetching = slot, None
-                self._fetch_counts[layer] = self._fetch_counts.get(layer, 0) + 1
-                self._fetched_bytes += nbytes
-                self._fetch_s += time.perf_counter() - started_s
-                self._changed.notify_all()
+            started_s = time.perf_counter()
+            read_bytes = self._fetch(layer, slot)
+            self._arrived(layer, slot, read_bytes, time.perf_counter() - started_s)
 
     def _next(self) -> tuple[int, int] | None:
         """The layer to fetch and a slot for it: free, or that of a layer whose turn comes later than its own."""

@@ -148,13 +148,13 @@ def test_without_a_budget_layers_run_while_others_are_read(checkpoint: Get, held
 def test_a_layer_that_is_not_there_is_a_miss_and_its_wait_is_counted(
     checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, fetch = threading.Event(), residency.LayerStream._fetch
+    gate, arrived = threading.Event(), residency.LayerStream._arrived
 
-    def late(stream: residency.LayerStream, layer: int, slot: int) -> int:
+    def late(stream: residency.LayerStream, *what: Any) -> None:
         gate.wait(PATIENCE_S)
-        return fetch(stream, layer, slot)
+        arrived(stream, *what)
 
-    monkeypatch.setattr(residency.LayerStream, "_fetch", late)
+    monkeypatch.setattr(residency.LayerStream, "_arrived", late)
     streamed = held(checkpoint("llama"), "streamed", None)
     stream = streamed.weights.stream
 
