@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
+
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     )
     try:
         report = start_report(host.client(), time.perf_counter() - began_s, f"host in {host.run_dir}", host.url)
-        session.outlet.write(report)
+        session.outlet.write(msgspec.structs.replace(report, verb="serve"))  # the run has it as its rung `start`
         session.face.line(f"{host.url}  serves {Path(arguments.checkpoint).name} on {len(host.pids)} ranks")
         options.say_fallback(session, host.client().info())
         session.face.aside("the OpenAI routes are at /v1; interrupt to stop")
