@@ -168,6 +168,8 @@ def _mask(source: str, mask: NDArray[Any] | None, ids: NDArray[Any]) -> NDArray[
     if mask.shape != ids.shape:
         _refuse(source, "attention_mask", str(list(ids.shape)), _form(mask))
     real = mask != 0
+    if (other := mask[real & (mask != 1)]).size:
+        _refuse(source, "attention_mask", "0 for padding and 1 for tokens", f"{other.flat[0]}")
     if not real.any(axis=1).all():
         _refuse(source, "attention_mask", "at least one token in every row", "a row of padding")
     if (np.diff(real.astype(np.int8), axis=1) != 0).sum(axis=1).max(initial=0) > 1:

@@ -71,7 +71,9 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
         _generated(draft, case, engine, free["generated"])
     elif case.steps:
         longest = f"{golden.longest} + {case.steps} tokens are more than the context holds"
-        draft.check(f"{case.prefix}generated", None, detail=longest)
+        fits = golden.longest + case.steps <= case.spec.max_positions  # a larger context than this engine's
+        alone = len(draft.checks) == before  # refused as a whole: nothing was compared
+        draft.check(f"{case.prefix}generated", None if fits or alone else False, detail=longest)
     _first_fault(case, verdict)
     verdict.passed = all(check.status != "failed" for check in draft.checks[before:])
     return verdict
@@ -180,7 +182,8 @@ def _generated(draft: Draft, case: Case, engine: EngineLike, ours: NDArray[Any])
         if counts_padding and not case.golden.mask[batch, 0]:
             shifted += 1
             continue
-        if _is_tie(case, engine, batch, expected[: step + 1], int(row[step])):
+        exists = 0 <= expected[step] < case.spec.vocab_size
+        if exists and _is_tie(case, engine, batch, expected[: step + 1], int(row[step])):
             forgiven += 1
             continue
         same = False

@@ -72,6 +72,8 @@ def test_narrower_dtypes_are_widened(tmp_path: Path) -> None:
         ({"attention_mask": np.ones((2, 4), np.int64)}, "attention_mask"),
         ({"attention_mask": np.array([[1, 1, 1], [1, 0, 1]])}, "attention_mask"),
         ({"attention_mask": np.array([[1, 1, 1], [0, 0, 0]])}, "attention_mask"),
+        ({"attention_mask": np.array([[1, 1, 1], [0, 2, 2]])}, "attention_mask"),  # numbers of packed sequences
+        ({"attention_mask": np.array([[1, 1, np.nan], [1, 1, 1]])}, "attention_mask"),
         ({"generated": np.zeros((3, 2), np.int64)}, "generated"),
         ({"pixel_values": np.zeros((1, 3, 12, 12), np.float32)}, "pixel_values"),
         ({"pixel_values_videos": np.zeros((4, 24), np.float32)}, "pixel_values_videos"),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,17 @@ def failed(report: Report) -> list[str]:
     return [one.name for one in report.checks if one.status == "failed"]
 
 
-@pytest.mark.parametrize("name", [n for n in TINY if TINY[n].tokens < 1000])
+def one_of_each() -> list[str]:
+    """A tiny model of each architecture; tests/engine/model/test_equality.py has those that differ within one."""
+    found: dict[tuple[str, ...], str] = {}
+    for name, tiny in TINY.items():
+        if tiny.tokens < 1000:
+            parts = (tiny.config, tiny.config.get("text_config", {}), tiny.config.get("vision_config", {}))
+            found.setdefault(tuple(part.get("model_type", "") for part in parts), name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", one_of_each())
 def test_a_golden_file_of_the_reference_passes(name: str, checkpoint: Get, golden_file: Get) -> None:
     report = check(checkpoint(name), golden_file(name))
     assert report.status == "passed", failed(report)
@@ -298,6 +309,19 @@ def test_the_command_line_is_fast_and_needs_no_tokenizer(checkpoint: Get, golden
     assert "transformers" not in {
         line.rpartition("|")[2].strip().partition(".")[0] for line in found.stderr.splitlines()
     }
+
+
+@pytest.mark.parametrize(("generated", "said"), [([[1003, 5], [5, 5]], "instead of 1003"), ([[5] * 50] * 2, "24 + 50")])
+def test_a_continuation_that_nobody_could_give_does_not_pass(
+    generated: list[list[int]], said: str, checkpoint: Get, golden_file: Get, tmp_path: Path
+) -> None:
+    """Ids that the vocabulary lacks, and more steps than the model has positions for."""
+    golden = Golden.read(golden_file("llama"))
+    odd = replace(golden, outputs={"logits": golden.outputs["logits"], "generated": np.array(generated)})
+    odd.write(tmp_path / "odd.safetensors")
+    report = check(checkpoint("llama"), tmp_path / "odd.safetensors")
+    assert failed(report) == ["generated"]
+    assert said in next(one.detail for one in report.checks if one.name == "generated")
 
 
 def test_an_engine_that_runs_is_used_as_it_is(checkpoint: Get, golden_file: Get) -> None:
