@@ -249,7 +249,7 @@ class _Share:
 
     def __init__(self, share: float) -> None:
         self._rest_per_work = 1 / share - 1
-        self._worked_s = 0.0
+        self._worked_s = self._woke_s = self._marked_s = self._process_s = self._thread_s = 0.0
         self._mark()
 
     def rest(self) -> None:

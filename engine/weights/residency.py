@@ -349,7 +349,8 @@ def too_small(budget_bytes: int, least_bytes: int, what: str) -> Refused:
             f"the budget for weights is too small for {what}",
             expected=f"at least {least_bytes:,} bytes",
             found=f"{budget_bytes:,} bytes",
-            next="raise --weights-budget, or divide the model over more ranks",
+            next="raise --weights-budget, or divide the model over more ranks; of several ranks each needs its own, "
+            "and this is what the one that says so needs",
         )
     )
 
