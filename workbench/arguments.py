@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal, is_text, printable
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             fatal("usage", f"{self.prog}: {message}", next=f"{self.prog} --help tells what there is")
         ) from None
 
-    def print_help(self, file: IO[str] | None = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         """Says at once where nothing can be written; argparse would not."""
         print(self.format_help(), end="", file=file, flush=True)
 

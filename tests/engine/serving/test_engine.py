@@ -15,6 +15,7 @@ from firstlight.engine.serving.request import Completion, Delta, SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, completion_of
 from tests.checkpoints import inputs, quiet
+from tests.engine.serving.conftest import MENAGERIE
 
 PROMPTS = ([5, 9, 77, 3], [8], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [100, 7, 7, 30, 12])
 LENGTH = 8
@@ -184,6 +185,15 @@ def test_too_long_a_request_is_refused_and_others_go_on(engine: Engine, expected
     with pytest.raises(Refused, match="missing-side-file"):
         engine.submit("text needs a tokenizer", params=greedy())
     assert list(completion_of(engine._read(stream)).tokens) == expected[0]
+
+
+def test_a_text_that_no_tokens_fit_is_refused_before_it_is_tokenized() -> None:
+    engine, text = start(MENAGERIE, max_context=160), "x" * (2 << 20)
+    for prompt, chat in ((text, False), ([{"role": "user", "content": [{"type": "text", "text": text}]}], True)):
+        with pytest.raises(Refused, match="a text of 2,097,152 characters cannot fit the context"):
+            engine.submit(prompt, chat=chat)
+    engine.frontend.refuse_endless("x" * (1 << 20), 1)  # a tokenizer may shorten what is as short as this
+    engine.close()
 
 
 def test_numbers_that_are_not_finite_end_the_request_with_an_error(checkpoint: Get) -> None:

@@ -291,14 +291,6 @@ def test_bodies_are_bounded(raw: httpx.Client) -> None:
     assert raw.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_text_that_no_tokens_fit_is_refused_before_it_is_tokenized(single: Engine) -> None:
-    text = "x" * (2 << 20)
-    for prompt, chat in ((text, False), ([{"role": "user", "content": [{"type": "text", "text": text}]}], True)):
-        with pytest.raises(Refused, match="a text of 2,097,152 characters cannot fit the context"):
-            single.submit(prompt, chat=chat)
-    single.frontend.refuse_endless("x" * (1 << 20), 1)  # a tokenizer may shorten what is as short as this
-
-
 def test_the_token_is_checked(host: Host) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"bearer{host.token}"}):
         for path in ("/v1/models", "/admin/ledger", "/admin/memory"):
