@@ -11,7 +11,7 @@ PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
     ("direct", 32 << 20, False),
     ("direct", 32 << 20, True),
 )  # bytes read in either way before one is chosen, and whether they count
-CLEARLY_FASTER = 1.2  # what past the cache must be to be worth that the next start finds nothing in it
+CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it
 TURN_BYTES = 16 << 20  # copied in each way before one is chosen
 
 
