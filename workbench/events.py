@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from firstlight.workbench import readings
+from firstlight.workbench.courtesy import step_back
 from firstlight.workbench.readings import Bucket, Reading, Recent, Series
 
 Result = TypeVar("Result")
@@ -117,6 +118,7 @@ class EventWriter:
         self.close()
 
     def _work(self) -> None:
+        step_back()
         goes_on = True
         while goes_on:
             batch, waiting, goes_on = self._next_batch()

@@ -11,6 +11,7 @@ import psutil
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.serving.client import EngineClient
+from firstlight.workbench.courtesy import step_back
 from firstlight.workbench.events import RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.engine import EngineSource, MemorySource
@@ -91,6 +92,7 @@ class Sampler:
         self._busy_s += time.thread_time() - started_s
 
     def _work(self) -> None:
+        step_back()
         while not self._end.is_set():
             started_s = time.monotonic()
             self.sample()

@@ -1,6 +1,8 @@
 """The sampler and its sources on this machine and on a real engine: values with units, reasons, and who failed."""
 
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from firstlight.engine.serving.board import BOARD
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.request import SamplingParams
+from firstlight.workbench.courtesy import NICER
 from firstlight.workbench.events import EventReader, EventWriter, RequestEvent
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.telemetry.engine import EngineSource, MemorySource
@@ -110,6 +113,27 @@ def test_an_engine_that_is_gone_is_an_alarm_with_rank_and_phase(tmp_path: Path) 
     assert said.alarm
     assert "rank 0" in said.reason
     assert [one.value for one in memory.read(2.0, 7)] == [None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads")
+def test_readings_are_taken_and_written_behind_the_engines_work(tmp_path: Path) -> None:
+    class Asked:
+        name = "asked"
+        every_s = 0.0
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def read(self, time_s: float, step: int | None) -> Iterator[Reading]:
+            self.seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+            yield from ()
+
+    own, source = os.getpriority(os.PRIO_PROCESS, 0), Asked()
+    with EventWriter(tmp_path / "e.sqlite") as writer, Sampler(writer.put, sources=(source,), period_s=0.01):
+        until(lambda: source.seen)
+        assert os.getpriority(os.PRIO_PROCESS, writer._thread.native_id or 0) == min(19, own + NICER)
+    assert set(source.seen) == {min(19, own + NICER)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_a_source_that_falls_over_is_named_and_the_others_go_on() -> None:
