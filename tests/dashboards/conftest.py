@@ -1,4 +1,7 @@
-"""A live run, a dashboard over it in a process of its own, and a real browser."""
+"""A live run, a dashboard over it in a process of its own, and a real browser; all of them end with their file.
+
+The browser's event loop would be in the way of tests elsewhere that run one of their own.
+"""
 
 import contextlib
 import subprocess
@@ -23,13 +26,13 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of runs that the dashboard shows."""
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def live(runs: Path) -> Iterator[Bringup]:
     """A run of the sample model on two ranks that went up the ladder and whose engine answers."""
     with Bringup(MENAGERIE, run=runs / "live", tp=2, max_context=256, telemetry_hz=5.0) as bringup:
@@ -42,7 +45,7 @@ def live(runs: Path) -> Iterator[Bringup]:
         yield bringup
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def address(runs: Path, live: Bringup) -> Iterator[str]:
     """Where the dashboard listens."""
     yield from serve(str(runs), "--port", "0")
@@ -96,7 +99,7 @@ def chromium() -> Iterator[Chromium]:
         kept.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def kept_browser() -> Iterator[Chromium]:
     with chromium() as kept:
         yield kept
