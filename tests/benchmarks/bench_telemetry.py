@@ -3,13 +3,14 @@
     python -m tests.benchmarks.bench_telemetry [--seconds 150] [--slice 1.0] [--watched] [--keep FILE]
 
 One engine answers without a pause. The sampler runs in a process of its own as under `firstlight up`, with all its
-sources and its events written to disk; in slices without, that process is stopped where it stands (SIGSTOP). A pair is
-two neighbouring slices, which of the two comes first alternates, and the loss is the median of the pairs' own losses
-with a bootstrapped 95 % interval: what else the machine does falls on both. Tokens are those that the engine counts,
+sources and its events written to disk; in slices without, that process is stopped where it stands (SIGSTOP). A round is
+three neighbouring slices in an order that is drawn: two without and one with. The loss is the median over rounds of
+what the one with has less than the two without, with a bootstrapped 95 % interval; the two without, held against each
+other in the same way, say what the machine's own noise makes of nothing. Tokens are those that the engine counts,
 between two moments that it names itself. Beside throughput, which is noisy on a machine of few cores, stand the
 processor time of the engine for a token and that of the sampler's process, as the scheduler accounts for them.
 
-`--keep FILE`: pairs are added to this file, and the figures are those of all that it holds.
+`--keep FILE`: rounds are added to this file, and the figures are those of all that it holds.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ class Slice(NamedTuple):
     tokens_per_s: float
     engine_us_per_token: float
     sampler_share: float
+
+
+Round = tuple[Slice, Slice, Slice]  # without, without, with
 
 
 class Moment(NamedTuple):
@@ -133,23 +137,22 @@ def measured(look: Callable[[], Moment], seconds: float) -> Slice:
     )
 
 
-def take_pairs(
-    look: Callable[[], Moment], sampler: psutil.Process, given: argparse.Namespace
-) -> list[tuple[Slice, Slice]]:
-    """Pairs (without, watched) until the time is over; a switch lies before every second slice alone: ABBA."""
-    pairs: list[tuple[Slice, Slice]] = []
+def take_rounds(look: Callable[[], Moment], sampler: psutil.Process, given: argparse.Namespace) -> list[Round]:
+    """Rounds of (without, without, with) until the time is over; their order is drawn, so that no period of the load,
+    whose answers begin and end, falls together with it."""
+    rounds: list[Round] = []
     until_s = time.monotonic() + given.seconds
-    reader = EventReader(given.events)
+    reader, draw = EventReader(given.events), random.Random(time.time_ns())
     while time.monotonic() < until_s:
         if given.watched:
             reader.watch()
-        found: dict[bool, Slice] = {}
-        for watched in (len(pairs) % 2 == 0, len(pairs) % 2 == 1):
-            (sampler.resume if watched else sampler.suspend)()
+        found: dict[int, Slice] = {}
+        for turn in draw.sample(range(3), 3):
+            (sampler.resume if turn == 2 else sampler.suspend)()
             time.sleep(SETTLE_S)
-            found[watched] = measured(look, given.slice)
-        pairs.append((found[False], found[True]))
-    return pairs
+            found[turn] = measured(look, given.slice)
+        rounds.append((found[0], found[1], found[2]))
+    return rounds
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -161,9 +164,9 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of measuring, at the least one pair")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of measuring, at the least one round")
     parser.add_argument("--slice", type=float, default=1.0, help="seconds")
-    parser.add_argument("--keep", type=Path, help="add the pairs to this file and show the figures of all it holds")
+    parser.add_argument("--keep", type=Path, help="add the rounds to this file and show the figures of all it holds")
     parser.add_argument(
         "--watched", action="store_true", help="as with a dashboard open: events are written at 10 Hz too"
     )
@@ -189,25 +192,35 @@ def main() -> None:
                     return Moment(stats, sum(map(spent_ns, host.pids)), spent_ns(sampler.pid), time.monotonic())
 
                 measured(look, 3.0)  # the first answers are those of a start
-                pairs = take_pairs(look, sampler, given)
+                rounds = take_rounds(look, sampler, given)
     if given.keep is not None:
         with given.keep.open("a") as file:
-            file.writelines(json.dumps(pair) + "\n" for pair in pairs)
+            file.writelines(json.dumps(one) + "\n" for one in rounds)
         lines = given.keep.read_text().splitlines()
-        pairs = [(Slice(*without), Slice(*watched)) for without, watched in map(json.loads, lines)]
-    report(pairs, given.hertz)
+        rounds = [(Slice(*one), Slice(*other), Slice(*seen)) for one, other, seen in map(json.loads, lines)]
+    report(rounds, given.hertz)
 
 
-def report(pairs: Sequence[tuple[Slice, Slice]], hertz: float) -> None:
-    plain, seen = (statistics.median(pair[side].tokens_per_s for pair in pairs) for side in (0, 1))
-    print(f"{len(pairs)} pairs: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
-    losses = interval([100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b in pairs])
+def between(one: float, other: float, seen: float) -> float:
+    """What `seen` has more than the geometric mean of the two others, in per cent."""
+    return 100 * (seen / (one * other) ** 0.5 - 1)
+
+
+def report(rounds: Sequence[Round], hertz: float) -> None:
+    plain = statistics.median(one.tokens_per_s for pair in rounds for one in pair[:2])
+    seen = statistics.median(one[2].tokens_per_s for one in rounds)
+    print(f"{len(rounds)} rounds: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
+    losses = interval([-between(a.tokens_per_s, b.tokens_per_s, c.tokens_per_s) for a, b, c in rounds])
     print("telemetry takes {:.2f} % of the throughput (95 %: {:.2f} to {:.2f})".format(*losses))
-    cost = statistics.median(a.engine_us_per_token for a, _ in pairs)
-    dearer = interval([100 * (b.engine_us_per_token / a.engine_us_per_token - 1) for a, b in pairs])
+    nothing = interval([100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b, _ in rounds])
+    print("nothing at all takes {:.2f} % (95 %: {:.2f} to {:.2f}): the noise of this run".format(*nothing))
+    cost = statistics.median(one.engine_us_per_token for pair in rounds for one in pair[:2])
+    dearer = interval(
+        [between(a.engine_us_per_token, b.engine_us_per_token, c.engine_us_per_token) for a, b, c in rounds]
+    )
     grows = "grows by {:.2f} % (95 %: {:.2f} to {:.2f})".format(*dearer)
     print(f"the engine's processor time a token, {cost:,.0f} us, {grows}")
-    cores, share = os.cpu_count() or 1, interval([100 * watched.sampler_share for _, watched in pairs])
+    cores, share = os.cpu_count() or 1, interval([100 * one[2].sampler_share for one in rounds])
     print(
         "the sampler's process takes {:.3f} % of one core (95 %: {:.3f} to {:.3f})".format(*share)
         + f", {share[0] / cores:.3f} % of all {cores}"
