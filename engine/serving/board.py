@@ -3,10 +3,11 @@
 Whoever takes readings ten times a second would otherwise ask rank 0 each time, in the interpreter that steps the
 engine. Here the engine writes now and then what it has counted anyway, and a reader costs it nothing. No torch.
 
-    process (8 bytes) | length (4) | crc32 of the payload (4) | payload: `EngineStats` as MessagePack
+    twice: process (8 bytes) | number (8) | length (4) | crc32 of the payload (4) | `EngineStats` as MessagePack
 
-A reader that meets a half-written payload sees it by the checksum and looks again. What a process that is gone has left
-behind counts for nothing.
+The two places are written in turn, so that an engine which the system takes off its core in the middle of a payload,
+for however long, leaves the one before whole; the checksum says which are. What a process that is gone has left behind
+counts for nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import msgspec
 from firstlight.engine.serving.stats import EngineStats
 
 BOARD = "stats.board"
-SIZE_BYTES = 256 << 10  # a sampled step of thousands of blocks
+SIZE_BYTES = 256 << 10  # of a place: a sampled step of thousands of blocks
+PLACES = (0, SIZE_BYTES)
 PERIOD_S = 0.05
-LOOKS = 5
-_HEAD = struct.Struct("<QII")
+LOOKS = 5  # a reader that the system stops between head and payload may find both places written anew
+_HEAD = struct.Struct("<QQII")
 _NOBODY = 0
 
 
@@ -37,6 +39,7 @@ class Board:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._map = _mapped(Path(path), write=True)
         self._shown_s = 0.0
+        self._number = 0
 
     def offer(self, stats: Callable[[], EngineStats]) -> None:
         """Writes what `stats` returns if the last time is long enough ago; else it is not even called."""
@@ -47,13 +50,16 @@ class Board:
         payload = msgspec.msgpack.encode(stats)
         if len(payload) > SIZE_BYTES - _HEAD.size:
             payload = msgspec.msgpack.encode(msgspec.structs.replace(stats, sample=None))
-        self._map[_HEAD.size : _HEAD.size + len(payload)] = payload
-        _HEAD.pack_into(self._map, 0, os.getpid(), len(payload), zlib.crc32(payload))
+        self._number += 1
+        place = PLACES[self._number % 2]
+        self._map[place + _HEAD.size : place + _HEAD.size + len(payload)] = payload
+        _HEAD.pack_into(self._map, place, os.getpid(), self._number, len(payload), zlib.crc32(payload))
         self._shown_s = time.monotonic()
 
     def close(self) -> None:
         """Nothing that stands there is true any more."""
-        _HEAD.pack_into(self._map, 0, _NOBODY, 0, 0)
+        for place in PLACES:
+            _HEAD.pack_into(self._map, place, _NOBODY, 0, 0, 0)
         self._map.close()
 
 
@@ -71,15 +77,19 @@ class BoardReader:
         if board is None:
             return None
         for _ in range(LOOKS):
-            process, length, check = _HEAD.unpack_from(board, 0)
-            if process == _NOBODY or not _lives(process):
+            heads = [(_HEAD.unpack_from(board, place), place) for place in PLACES]
+            living = [
+                (number, length, check, place) for (process, number, length, check), place in heads if _lives(process)
+            ]
+            if not living:
                 return None
-            payload = board[_HEAD.size : _HEAD.size + min(length, SIZE_BYTES)]
-            if zlib.crc32(payload) == check:
-                try:
-                    return msgspec.msgpack.decode(payload, type=EngineStats)
-                except msgspec.MsgspecError:
-                    return None
+            for _number, length, check, place in sorted(living, reverse=True):
+                payload = board[place + _HEAD.size : place + _HEAD.size + min(length, SIZE_BYTES - _HEAD.size)]
+                if zlib.crc32(payload) == check:
+                    try:
+                        return msgspec.msgpack.decode(payload, type=EngineStats)
+                    except msgspec.MsgspecError:
+                        return None
         return None
 
     def close(self) -> None:
@@ -101,6 +111,8 @@ class BoardReader:
 
 def _lives(process: int) -> bool:
     """Whether there is such a process; psutil asks for more than that, and takes as long as all the rest."""
+    if process == _NOBODY:
+        return False
     try:
         os.kill(process, 0)
     except PermissionError:  # somebody else's
@@ -124,9 +136,9 @@ def _mapped(path: Path, write: bool) -> mmap.mmap:
     """The file's bytes; one that is written is made anew, for this user alone."""
     if not write:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 2 * SIZE_BYTES, access=mmap.ACCESS_READ)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
-        file.write(bytes(SIZE_BYTES))  # a disk that is full says so here, not when a page is written
+        file.write(bytes(2 * SIZE_BYTES))  # a disk that is full says so here, not when a page is written
         file.flush()
-        return mmap.mmap(file.fileno(), SIZE_BYTES)
+        return mmap.mmap(file.fileno(), 2 * SIZE_BYTES)

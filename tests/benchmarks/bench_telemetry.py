@@ -1,14 +1,16 @@
 """What telemetry at 10 Hz costs an engine: neighbouring slices of one load with and without a sampler.
 
-    python -m tests.benchmarks.bench_telemetry [--seconds 150] [--slice 1.0] [--watched] [--keep FILE]
+    python -m tests.benchmarks.bench_telemetry [--seconds 300] [--slice 0.3] [--watched] [--keep FILE]
 
 One engine answers without a pause. The sampler runs in a process of its own as under `firstlight up`, with all its
 sources and its events written to disk; in slices without, that process is stopped where it stands (SIGSTOP). A round is
-three neighbouring slices in an order that is drawn: two without and one with. The loss is the median over rounds of
-what the one with has less than the two without, with a bootstrapped 95 % interval; the two without, held against each
-other in the same way, say what the machine's own noise makes of nothing. Tokens are those that the engine counts,
-between two moments that it names itself. Beside throughput, which is noisy on a machine of few cores, stand the
-processor time of the engine for a token and that of the sampler's process, as the scheduler accounts for them.
+three neighbouring slices in an order that is drawn: two without and one with. They are short, three samples each: the
+speed of a shared machine wanders more in a second than in a third of one, and many rounds even out the rest. The loss
+is the trimmed mean over rounds of what the one with has less than the two without, with a bootstrapped 95 % interval;
+the two without, held against each other in the same way, say what the machine's own noise makes of nothing. Tokens
+are those that the engine counts, between two moments that it names itself. Beside throughput, which is noisy on a
+shared machine, stands what the scheduler accounts for: how long the engine's threads were ready and had no core, its
+processor time for a token, and that of the sampler's process.
 
 `--keep FILE`: rounds are added to this file, and the figures are those of all that it holds.
 """
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -41,8 +43,9 @@ from tests.repo.tree import ROOT
 
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 TOKENS = 400  # an answer
-SETTLE_S = 0.2  # after the sampler was stopped or let go on
-DRAWS = 4000  # of the bootstrap
+SETTLE_S = 0.1  # after the sampler was stopped or let go on
+DRAWS = 2000  # of the bootstrap
+TRIM = 0.1  # of the rounds at each end: moments at which the machine was taken away
 SAMPLE = """
 import sys
 from pathlib import Path
@@ -58,34 +61,44 @@ host.release()
 
 
 class Slice(NamedTuple):
-    """Tokens a second, the engine's processor time a token, and the sampler's process as a share of one core."""
+    """Tokens a second, the engine's processor time a token, the sampler's process as a share of one core, and how long
+    the engine's threads were ready without a core, all together, as a share of the time."""
 
     tokens_per_s: float
     engine_us_per_token: float
     sampler_share: float
+    engine_waits: float
 
 
 Round = tuple[Slice, Slice, Slice]  # without, without, with
+
+
+class Spent(NamedTuple):
+    """What a process's threads have had of the cores, and how long they were ready and had none."""
+
+    ran_ns: int
+    waited_ns: int
 
 
 class Moment(NamedTuple):
     """What was counted up to a time: by the engine itself, and by the scheduler for both sides (ns)."""
 
     stats: EngineStats
-    engine_ns: int
-    sampler_ns: int
+    engine: Spent
+    sampler: Spent
     at_s: float
 
 
-def spent_ns(process: int) -> int:
-    """Processor time of all threads of a process that are there, as the scheduler accounts for it."""
-    total = 0
-    for file in Path(f"/proc/{process}/task").glob("*/schedstat"):
+def spent(processes: Iterable[int]) -> Spent:
+    """Of all threads of the processes that are there, as the scheduler accounts for it."""
+    ran, waited = 0, 0
+    for file in (file for process in processes for file in Path(f"/proc/{process}/task").glob("*/schedstat")):
         try:
-            total += int(file.read_text().split()[0])
+            numbers = file.read_text().split()
         except OSError:  # a thread that has just ended
             continue
-    return total
+        ran, waited = ran + int(numbers[0]), waited + int(numbers[1])
+    return Spent(ran, waited)
 
 
 @contextmanager
@@ -130,10 +143,12 @@ def measured(look: Callable[[], Moment], seconds: float) -> Slice:
     time.sleep(seconds)
     after = look()
     tokens = after.stats.generated_tokens - before.stats.generated_tokens
+    wall_ns = 1e9 * (after.at_s - before.at_s)
     return Slice(
         tokens / (after.stats.time_s - before.stats.time_s),
-        1e-3 * (after.engine_ns - before.engine_ns) / tokens,
-        1e-9 * (after.sampler_ns - before.sampler_ns) / (after.at_s - before.at_s),
+        1e-3 * (after.engine.ran_ns - before.engine.ran_ns) / tokens,
+        (after.sampler.ran_ns - before.sampler.ran_ns) / wall_ns,
+        (after.engine.waited_ns - before.engine.waited_ns) / wall_ns,
     )
 
 
@@ -155,17 +170,23 @@ def take_rounds(look: Callable[[], Moment], sampler: psutil.Process, given: argp
     return rounds
 
 
+def trimmed(values: Sequence[float]) -> float:
+    """The mean of what is left without the highest and the lowest."""
+    cut = int(TRIM * len(values))
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval, from medians of as many draws with replacement."""
+    """The trimmed mean and its 95 % interval, from as many draws with replacement."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
-    return statistics.median(values), medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS) - 1]
+    means = sorted(trimmed(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    return trimmed(values), means[int(0.025 * DRAWS)], means[int(0.975 * DRAWS) - 1]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of measuring, at the least one round")
-    parser.add_argument("--slice", type=float, default=1.0, help="seconds")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of measuring, at the least one round")
+    parser.add_argument("--slice", type=float, default=0.3, help="seconds")
     parser.add_argument("--keep", type=Path, help="add the rounds to this file and show the figures of all it holds")
     parser.add_argument(
         "--watched", action="store_true", help="as with a dashboard open: events are written at 10 Hz too"
@@ -189,7 +210,7 @@ def main() -> None:
                 def look() -> Moment:
                     stats = client.glance()
                     assert stats is not None, "an engine that steps lays its statistics out"
-                    return Moment(stats, sum(map(spent_ns, host.pids)), spent_ns(sampler.pid), time.monotonic())
+                    return Moment(stats, spent(host.pids), spent([sampler.pid]), time.monotonic())
 
                 measured(look, 3.0)  # the first answers are those of a start
                 rounds = take_rounds(look, sampler, given)
@@ -220,6 +241,12 @@ def report(rounds: Sequence[Round], hertz: float) -> None:
     )
     grows = "grows by {:.2f} % (95 %: {:.2f} to {:.2f})".format(*dearer)
     print(f"the engine's processor time a token, {cost:,.0f} us, {grows}")
+    waits = statistics.median(100 * one.engine_waits for pair in rounds for one in pair[:2])
+    longer = interval([100 * (c.engine_waits - (a.engine_waits + b.engine_waits) / 2) for a, b, c in rounds])
+    print(
+        f"the engine's threads wait for a core {waits:.2f} % of the time,"
+        + " with telemetry {:+.2f} % of it (95 %: {:.2f} to {:.2f})".format(*longer)
+    )
     cores, share = os.cpu_count() or 1, interval([100 * one[2].sampler_share for one in rounds])
     print(
         "the sampler's process takes {:.3f} % of one core (95 %: {:.3f} to {:.3f})".format(*share)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.engine.serving.board import BOARD, SIZE_BYTES, Board, BoardReader, open_board
+from firstlight.engine.serving.board import BOARD, PLACES, SIZE_BYTES, Board, BoardReader, open_board
 from firstlight.engine.serving.stats import EngineStats, StepSample
 from tests.waiting import PATIENCE_S
 
@@ -89,7 +89,9 @@ def test_a_reader_never_sees_half_of_one_and_half_of_another(tmp_path: Path) -> 
     assert seen > 10
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 40, struct.pack("<QII", os.getpid(), 2**31, 5) + bytes(SIZE_BYTES)])
+@pytest.mark.parametrize(
+    "content", [b"", b"x" * 40, struct.pack("<QQII", os.getpid(), 1, 2**31, 5) + bytes(2 * SIZE_BYTES)]
+)
 def test_what_is_no_board_says_nothing(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / BOARD
     reader = BoardReader(path)
@@ -122,6 +124,19 @@ def test_an_engine_that_left_or_died_has_no_statistics_and_another_one_has_its_o
     assert reader.read() is None, "it died"
     process.stdin.close()
     process.stdout.close()
+
+
+def test_an_engine_that_stands_still_in_the_middle_of_a_payload_leaves_the_one_before(tmp_path: Path) -> None:
+    board, reader = Board(tmp_path / BOARD), BoardReader(tmp_path / BOARD)
+    for step in (1, 2, 3):
+        board.show(stats(step))
+        place = PLACES[(step + 1) % 2]
+        with (tmp_path / BOARD).open("r+b") as file:  # the first bytes of the next payload, and then nothing
+            file.seek(place + 24)
+            file.write(b"half of one")
+        shown = reader.read()
+        assert shown is not None
+        assert shown.step == step
 
 
 def test_without_a_place_there_is_no_board(tmp_path: Path) -> None:
