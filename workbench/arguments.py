@@ -14,7 +14,7 @@ from firstlight.workbench.cli import VERBS, Command, load_command
 
 # Sections of a configuration file, and the option that each of their keys sets.
 SECTIONS: dict[str, dict[str, str]] = {
-    "mesh": {axis: axis for axis in ("tp", "pp", "ep", "sp", "dp")},
+    "mesh": {name: name for name in ("tp", "pp", "ep", "sp", "dp", "attention")},
     "cache": {"dtype": "cache_dtype", "page_size": "page_size", "num_pages": "num_pages"},
     "limits": {
         "max_context": "max_context",

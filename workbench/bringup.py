@@ -19,7 +19,7 @@ import msgspec
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.hardware import CPU, Cluster, parse_cluster
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import AXES, Attention, Mesh
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import DEFAULT_CONTEXT, EngineOptions
@@ -62,7 +62,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Bringup:
     """One bring-up of one checkpoint. Every rung returns its `Report`, which is also in the run directory.
 
-    `run`: the run directory (default: a new one in `root`). `mesh`, or its axes by name, and `options` (those of
+    `run`: the run directory (default: a new one in `root`). `mesh`, or its fields by name, and `options` (those of
     `EngineOptions`: dtype, device, max_context, ...) say what engine is started. `force`: rungs go on above one that
     did not pass, which their reports show. `fallback` (never, auto, always): when the reference's own modules compute.
     `detached`: the engine outlives this process; `Bringup.attach(run)` finds it. `telemetry_hz`: readings of machine
@@ -82,6 +82,7 @@ class Bringup:
         ep: int = 1,
         sp: int = 1,
         dp: int = 1,
+        attention: Attention = "divided",
         cluster: str | Cluster | None = None,
         force: bool = False,
         detached: bool = False,
@@ -92,7 +93,7 @@ class Bringup:
         source = os.fspath(checkpoint)
         if is_url(source):
             source = str(mirror(source))
-        mesh = mesh or Mesh(tp=tp, pp=pp, ep=ep, sp=sp, dp=dp)
+        mesh = mesh or Mesh(tp=tp, pp=pp, ep=ep, sp=sp, dp=dp, attention=attention)
         self.options = _options(source, mesh, options)
         name = Path(source).name
         self.run = Run.at(run, name, source) if run is not None else Run.create(name, source, root)
@@ -371,7 +372,9 @@ def _options(source: str, mesh: Mesh, options: dict[str, Any]) -> EngineOptions:
         if name not in known:
             from firstlight.workbench.arguments import refuse_unknown
 
-            refuse_unknown("option", name, sorted(known | set(AXES)), "see firstlight.engine.serving.options")
+            refuse_unknown(
+                "option", name, sorted(known | {*AXES, "attention"}), "see firstlight.engine.serving.options"
+            )
     fallback = use(mode_of(options.get("fallback", "auto")), source, bool(options.get("trust_remote_code")))
     values: dict[str, Any] = {  # a run's record has lists in the place of tuples
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()

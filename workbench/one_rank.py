@@ -22,7 +22,7 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import Wish, kept_roles
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.parallel.pieces import Piece, RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import DTYPE_BITS
@@ -183,7 +183,7 @@ class _Part:
 
         self._comms = Comms.connect(self._mesh, self.pieces.rank, FakeStore(), "fake")
         specs = tuple(self.spec.layers[i].cache() for i in range(*self.layers))
-        cache = KVCache(specs, 1, TOKENS, 1, self._mesh.tp, dtype, torch.device("cpu"))
+        cache = KVCache(specs, 1, TOKENS, 1, self._mesh.size(HEADS), dtype, torch.device("cpu"))
         inputs = self.spec.per_layer
         return ForwardBatch(
             token_ids_T=torch.zeros(TOKENS, dtype=torch.int64),

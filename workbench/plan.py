@@ -17,7 +17,7 @@ from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.estimate import Roofline, StepTime
 from firstlight.engine.parallel.hardware import Cluster
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import AXES, HEADS, Attention, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
 from firstlight.engine.parallel.ranking import reason, shown
 from firstlight.engine.weights.checkpoint import config_twice
@@ -49,13 +49,15 @@ def plan(
     full_window: bool = False,
     usual_context: int = DEFAULT_CONTEXT,
     exchange: str = "auto",
+    attention: Attention = "divided",
 ) -> Report:
     """Lays a model out on a cluster, by `mesh` or, without one, the best layout for `objective`.
 
     `context` None: `usual_context` tokens, or what the model has positions for. `concurrency` None: one sequence at
-    once or, for throughput, as many as fit. `exchange`: how tokens meet experts of other ranks. `full_window`: windowed
-    layers keep the whole context, as the engine does. `source`: a checkpoint's directory or a configuration alone
-    (`data/models/*.json`, or the name of one). The report fails when the layout does not fit. Raises `Refused` when the
+    once or, for throughput, as many as fit. `exchange`: how tokens meet experts of other ranks. `attention`: of the
+    layouts that are looked for, where no mesh says it. `full_window`: windowed layers keep the whole context, as the
+    engine does. `source`: a checkpoint's directory or a configuration alone (`data/models/*.json`, or the name of one).
+    The report fails when the layout does not fit. Raises `Refused` when the
     wish is impossible or the source is none.
     """
     name, config = read_config(source)
@@ -79,6 +81,7 @@ def plan(
         objective=objective,
         full_window=full_window,
         exchange=exchange,
+        attention=attention,
     )
     draft.title = f"{name} on {cluster.describe()}, {found.mesh.describe()}"
     _verdict(draft, found)
@@ -159,7 +162,8 @@ def _figures(draft: Draft, found: Plan) -> None:
     draft.metric("devices_needed", found.devices_needed, "devices", why or f"of {found.cluster.device.name}")
     draft.metric("binding_constraint", found.binding, "", found.binding_reason)
     draft.metric("usable_bytes_per_device", found.usable_bytes, "B", "device memory less the headroom")
-    draft.metric("mesh", found.mesh.describe(), "")
+    whole = found.mesh.size(HEADS) < found.mesh.tp
+    draft.metric("mesh", found.mesh.describe(), "", "every rank of tp holds and caches all heads" if whole else "")
     ms, rate = found.estimate.ms_per_token, found.estimate.tokens_per_s
     device = found.cluster.device
     unknown = ", ".join(name for name in RATES if getattr(device, name) is None)

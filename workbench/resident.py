@@ -77,7 +77,7 @@ def _kept_homes(stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collec
 def _local(param: Param, mesh: Mesh, index: int) -> Local:
     """A rank's share of a parameter along tp, whoever holds it along the other axes."""
     placements = tuple(place for place in param.placements if not isinstance(place, Expert))
-    local = localize(param.shape, placements, Mesh(tp=mesh.tp), Coordinates(tp=index))
+    local = localize(param.shape, placements, Mesh(tp=mesh.tp, attention=mesh.attention), Coordinates(tp=index))
     assert local is not None, param.name
     return local
 
@@ -99,7 +99,9 @@ def resident_finding(
     """Bytes of weights on the rank that has most of a plan once they are loaded, and what that means for it."""
     held = Resident(stored, spec, found.mesh, kept_roles("auto", GPU)[0])
     element_bytes = DTYPE_BITS[cache_dtype] // 8
-    layouts = Layouts(spec, held, found.cluster, found.usable_bytes, found.context, element_bytes, full_window)
+    layouts = Layouts(
+        spec, held, found.cluster, found.usable_bytes, found.context, element_bytes, full_window, found.mesh.attention
+    )
     ranks = layouts.ranks(found.mesh, found.concurrency)
     heaviest = max(rank.weight_bytes for rank in ranks)  # not always of the rank that is fullest with its cache
     fits = fullest(ranks).total <= found.usable_bytes

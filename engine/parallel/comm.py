@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from firstlight.engine.errors import FirstlightError
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import AXES, HEADS, Mesh
 
 
 class CommFailure(FirstlightError):
@@ -150,7 +150,8 @@ def _barrier_device(group: ProcessGroup | None) -> torch.device:
 class Comms:
     """One `Comm` per axis of a rank, one over the whole world, and one on the CPU for control messages.
 
-    `rows`: the ranks of ep and sp together, over which the tokens of a step are divided where `exchange` (see
+    `heads`: the ranks that mixers are divided over, those of tp or, where attention is whole, this one alone. `rows`:
+    the ranks of ep and sp together, over which the tokens of a step are divided where `exchange` (see
     `engine/parallel/rows.py`) has tokens travel to their experts. `named`: this rank's part of each of the mesh's own
     groups; alone where it is in none.
     """
@@ -160,6 +161,7 @@ class Comms:
     ep: Comm
     sp: Comm
     tp: Comm
+    heads: Comm
     world: Comm
     control: Comm
     rows: Comm
@@ -172,7 +174,7 @@ class Comms:
         """For a single rank: nothing is ever sent."""
         recorder = Recorder()
         single: dict[str, Any] = {
-            axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, "world", "control", "rows")
+            axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, HEADS, "world", "control", "rows")
         }
         return cls(**single, recorder=recorder)
 
@@ -196,6 +198,7 @@ class Comms:
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.world_size, timeout=deadline)
         recorder = Recorder()
         comms = {axis: _axis_comm(axis, mesh.groups(axis), rank, deadline, recorder) for axis in AXES}
+        heads = comms["tp"] if mesh.size(HEADS) == mesh.tp else Comm(HEADS, (rank,), 0, None, recorder)
         rows = comms["ep"] if mesh.sp == 1 else comms["sp"]
         if mesh.ep > 1 and mesh.sp > 1:
             rows = _axis_comm("rows", mesh.groups("ep", "sp"), rank, deadline, recorder)
@@ -204,7 +207,8 @@ class Comms:
         world = Comm("world", everyone, rank, dist.group.WORLD, recorder)
         control_group = dist.group.WORLD if backend != "nccl" else dist.new_group(backend="gloo", timeout=deadline)
         control = Comm("control", everyone, rank, control_group, Recorder())
-        return cls(**comms, world=world, control=control, rows=rows, recorder=recorder, exchange=exchange, named=named)
+        others: dict[str, Any] = {"heads": heads, "world": world, "control": control, "rows": rows, "named": named}
+        return cls(**comms, **others, recorder=recorder, exchange=exchange)
 
     @staticmethod
     def disconnect() -> None:

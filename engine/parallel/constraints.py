@@ -12,7 +12,7 @@ from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.census import census
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import AXES, HEADS, Attention, Mesh, axis_of
 from firstlight.engine.parallel.placement import Expert, Placement, Vocab
 from firstlight.engine.parallel.rows import undivided
 
@@ -23,7 +23,11 @@ def placements(spec: ModelSpec) -> tuple[Placement, ...]:
 
 
 def allowed(
-    spec: ModelSpec, axis: str, limit: int = 1024, places: tuple[Placement, ...] | None = None
+    spec: ModelSpec,
+    axis: str,
+    limit: int = 1024,
+    places: tuple[Placement, ...] | None = None,
+    attention: Attention = "divided",
 ) -> tuple[int, ...]:
     """Sizes of `axis` up to `limit` that every placement of the model can be cut for."""
     if axis == "dp":
@@ -32,7 +36,7 @@ def allowed(
         return tuple(range(1, min(limit, spec.most_stages) + 1))
     if axis == "sp":
         return (1,) if undivided(spec) else tuple(range(1, limit + 1))
-    mine = [place for place in (placements(spec) if places is None else places) if place.axis == axis]
+    mine = _along(axis, placements(spec) if places is None else places, attention)
     if not mine:
         return (1,)
     units = [count for place in mine if (count := _units(place)) is not None]
@@ -41,6 +45,11 @@ def allowed(
     common = math.gcd(*units)
     sizes = (size for size in range(1, min(common, limit) + 1) if common % size == 0)
     return tuple(size for size in sizes if all(place.refusal(size) is None for place in mine))
+
+
+def _along(axis: str, places: tuple[Placement, ...], attention: Attention) -> list[Placement]:
+    """The placements that `axis` cuts for."""
+    return [place for place in places if axis_of(place.axis, attention) == axis]
 
 
 def _units(place: Placement) -> int | None:
@@ -92,7 +101,7 @@ def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
         )
     for axis in ("tp", "ep"):
         size = mesh.size(axis)
-        mine = [place for place in places if place.axis == axis]
+        mine = _along(axis, places, mesh.attention)
         if axis == "ep" and size > 1 and not mine:
             yield fatal(
                 "unsupported-axis",
@@ -103,21 +112,21 @@ def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
             )
         reasons = dict.fromkeys(reason for place in mine if (reason := place.refusal(size)) is not None)
         if reasons:
-            sizes = allowed(spec, axis, 256, places)
+            sizes = allowed(spec, axis, 256, places, mesh.attention)
             shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
             yield fatal(
                 "indivisible",
                 f"{axis} {size} is not possible: {'; '.join(reasons)}",
                 expected=f"{axis} in {shown}",
                 found=f"{axis} {size}",
-                next=_way_out(axis, size, sizes, spec),
+                next=_way_out(axis, size, sizes, spec) + _with_whole_mixers(axis, size, mine),
             )
 
 
 def _instead_of_sp(spec: ModelSpec, mesh: Mesh, places: tuple[Placement, ...]) -> str:
     """The nearest mesh that is possible, with as many ranks where there is one."""
     wanted = mesh.tp * mesh.sp
-    tp = max((good for good in allowed(spec, "tp", wanted, places) if wanted % good == 0), default=1)
+    tp = max((good for good in allowed(spec, "tp", wanted, places, mesh.attention) if wanted % good == 0), default=1)
     pp = min(mesh.pp * (wanted // tp), spec.most_stages)
     near = msgspec.structs.replace(mesh, sp=1, tp=tp, pp=pp)
     return "use " + (" ".join(f"--{axis} {near.size(axis)}" for axis in AXES if near.size(axis) > 1) or "one rank")
@@ -130,6 +139,13 @@ def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> s
     if (stages := min(size, spec.most_stages)) > 1:
         ways.append(f"--pp {stages} instead, by layers")
     return "use " + ", or ".join(ways)
+
+
+def _with_whole_mixers(axis: str, size: int, places: list[Placement]) -> str:
+    """One more way where nothing but mixers stands against the size: to leave them whole."""
+    if any(place.refusal(size) is not None for place in places if place.axis != HEADS):
+        return ""
+    return f", or --attention whole, with every head on each rank and the rest divided by {axis} {size}"
 
 
 def refuse_impossible(spec: ModelSpec, mesh: Mesh, exchange: str = "auto") -> None:

@@ -16,7 +16,7 @@ import msgspec
 from firstlight.engine.model.spec import DenseAndExperts, LayerSpec, ModelSpec
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.hardware import Cluster
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.parallel.pieces import stages
 from firstlight.engine.parallel.rows import row_axes
 
@@ -81,8 +81,11 @@ class Roofline:
         return tuple(one for layer in self.spec.layers for one in (layer, *layer.parts))
 
     @cached_property
-    def _summed_widths(self) -> tuple[int, ...]:
-        return tuple(width for layer in self._layers for width in _summed_over_tp(layer, self.spec.hidden))
+    def _summed_widths(self) -> dict[str, tuple[int, ...]]:
+        """Widths of what one step sums, by the axis that it is divided over: mixers' outputs, and feed-forwards'."""
+        mixed = tuple(self.spec.hidden for layer in self._layers if layer.mixer is not None)
+        fed = tuple(width for layer in self._layers for width in _summed_by_ffn(layer, self.spec.hidden))
+        return {HEADS: mixed, "tp": fed}
 
     @cached_property
     def _routed(self) -> tuple[tuple[int, int, int], ...]:
@@ -94,7 +97,7 @@ class Roofline:
         )
 
     @cached_property
-    def _active(self) -> tuple[int, int]:
+    def _active(self) -> tuple[int, int, int]:
         return active_by_kind(self.spec)
 
     def traffic(self, mesh: Mesh, phase: Phase = "decode", tokens: int = 1) -> tuple[Traffic, ...]:
@@ -115,12 +118,13 @@ class Roofline:
         if mesh.tp == 1:
             return []
         element, others = self._element_bytes, (mesh.tp - 1) / mesh.tp
-        widths = self._summed_widths
+        widths = [w for axis, some in self._summed_widths.items() if mesh.size(axis) > 1 for w in some]
         of_stage = _of_stage(self.spec, mesh)
         moved = sum(widths) * of_stage * element * 2 * others / ranks
         logits = self.spec.vocab_size * element * others
+        blocks = _row("tp", "all_reduce", "blocks", moved, math.ceil(len(widths) * of_stage))
         return [
-            _row("tp", "all_reduce", "blocks", moved, math.ceil(len(widths) * of_stage)),
+            *([blocks] if widths else []),
             _row("tp", "all_reduce", "embedding", self.spec.hidden * element * 2 * others / ranks, 1),
             _row("tp", "all_gather", "logits", logits if phase == "decode" else logits / tokens, 1),
         ]
@@ -143,7 +147,7 @@ class Roofline:
     def _gathered(self, mesh: Mesh, axes: Sequence[str], ranks: int) -> list[Traffic]:
         """Keys and values of every layer, and the stream behind the last."""
         caches = [layer.cache() for layer in self.spec.layers]
-        kept = sum(one.local_heads(mesh.tp) * one.dim for cache in caches for one in cache.tensors)
+        kept = sum(one.local_heads(mesh.size(HEADS)) * one.dim for cache in caches for one in cache.tensors)
         share = self._element_bytes * (ranks - 1) / ranks
         calls = math.ceil(len(caches) * _of_stage(self.spec, mesh))
         name = " x ".join(axes)
@@ -171,8 +175,9 @@ class Roofline:
         bandwidth, flops = device.memory_bandwidth_Bps, device.bf16_flops
         axes = row_axes(self.spec, mesh, self._exchange, tokens, phase == "prefill")
         ranks = math.prod(mesh.size(axis) for axis in axes)
-        routed, others = self._active
-        per_rank = others / (mesh.tp * ranks) + routed / (mesh.tp * mesh.ep * (mesh.sp if "sp" in axes else 1))
+        routed, mixers, others = self._active
+        per_rank = (mixers / mesh.size(HEADS) + others / mesh.tp) / ranks
+        per_rank += routed / (mesh.tp * mesh.ep * (mesh.sp if "sp" in axes else 1))
         return StepTime(
             phase=phase,
             tokens=tokens,
@@ -195,11 +200,14 @@ class Roofline:
         return _ms(seconds)
 
 
-def active_by_kind(spec: ModelSpec) -> tuple[int, int]:
-    """Parameters used for one text token: (those of chosen experts, all others)."""
-    routed = others = 0
+def active_by_kind(spec: ModelSpec) -> tuple[int, int, int]:
+    """Parameters used for one text token: (those of chosen experts, of mixers, all others)."""
+    routed = mixers = others = 0
     for kind in census(spec):
         if kind.param.role in ("vision", "projector", "embedding"):
+            continue
+        if kind.param.role == "attention":
+            mixers += kind.elements
             continue
         if kind.param.expert is None:
             others += kind.elements
@@ -207,7 +215,7 @@ def active_by_kind(spec: ModelSpec) -> tuple[int, int]:
         experts = spec.layers[kind.param.layer].experts
         assert experts is not None
         routed += kind.elements // experts.num_experts * experts.router.top_k
-    return routed, others
+    return routed, mixers, others
 
 
 def ranks_reached(ranks: int, experts: int, chosen: int) -> float:
@@ -222,14 +230,13 @@ def _of_stage(spec: ModelSpec, mesh: Mesh) -> float:
     return -(-spec.num_layers // mesh.pp) / spec.num_layers
 
 
-def _summed_over_tp(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
-    """Widths of what a layer sums over tp: of its mixer and of its feed-forward; experts of their own width apart."""
-    mixed = (hidden,) if layer.mixer is not None else ()
+def _summed_by_ffn(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
+    """Widths of what a layer's feed-forward sums over tp; experts of their own width apart."""
     if layer.experts is None:
-        return (*mixed, *((hidden,) if layer.ffn is not None else ()))
+        return (hidden,) if layer.ffn is not None else ()
     if layer.experts.latent is None:
-        return (*mixed, hidden, hidden) if isinstance(layer.ffn, DenseAndExperts) else (*mixed, hidden)
-    return (*mixed, _routed_width(layer, hidden), *((hidden,) if layer.experts.shared else ()))
+        return (hidden, hidden) if isinstance(layer.ffn, DenseAndExperts) else (hidden,)
+    return (_routed_width(layer, hidden), *((hidden,) if layer.experts.shared else ()))
 
 
 def _routed_width(layer: LayerSpec, hidden: int) -> int:

@@ -12,7 +12,7 @@ from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec
 from firstlight.engine.parallel.census import Kind, census_by
 from firstlight.engine.parallel.constraints import allowed, placements
 from firstlight.engine.parallel.hardware import Cluster
-from firstlight.engine.parallel.mesh import Coordinates, Mesh
+from firstlight.engine.parallel.mesh import HEADS, Attention, Coordinates, Mesh
 from firstlight.engine.parallel.pieces import stages
 from firstlight.engine.parallel.placement import localize
 from firstlight.engine.weights.formats.registry import StoredFormat
@@ -46,7 +46,8 @@ class Layouts:
     """What a rank of a layout holds, computed once per (tp, ep) and layer and summed over stages.
 
     Weights are counted with the same `localize` and `stages` that cut them for loading; `cut_blocks` collects kinds
-    of parameters whose quantization blocks an axis cuts. Ranks of a stage differ only there.
+    of parameters whose quantization blocks an axis cuts. Ranks of a stage differ only there. `attention`: of all
+    layouts, since it is a wish and not a choice.
     """
 
     def __init__(
@@ -58,14 +59,15 @@ class Layouts:
         context: int,
         element_bytes: int,
         full_window: bool,
+        attention: Attention = "divided",
     ) -> None:
         self.spec, self.stored, self.cluster = spec, stored, cluster
         self.usable_bytes, self.context = usable_bytes, context
-        self.element_bytes, self.full_window = element_bytes, full_window
+        self.element_bytes, self.full_window, self.attention = element_bytes, full_window, attention
         self.kinds = census_by(spec, stored.layer_key)
         most = max(cluster.count, MOST_DEVICES)
         places = placements(spec)
-        self.widths = allowed(spec, "tp", most, places)
+        self.widths = allowed(spec, "tp", most, places, attention)
         self.experts = allowed(spec, "ep", most, places)
         self._weights: dict[tuple[int, int, int], list[dict[str, int]]] = {}
         self._roles: dict[tuple[int, int], dict[str, int]] = {}
@@ -178,7 +180,7 @@ class Layouts:
         return self._weights[tp, ep, index]
 
     def _bytes(self, kind: Kind, tp: int, index: int) -> int:
-        local = localize(kind.param.shape, kind.placements, Mesh(tp=tp), Coordinates(tp=index))
+        local = localize(kind.param.shape, kind.placements, self.mesh((tp, 1, 1)), Coordinates(tp=index))
         assert local is not None
         return self.stored.nbytes(kind.param, local.shape, tuple(start for start, _ in local.bounds))
 
@@ -188,7 +190,7 @@ class Layouts:
 
     def cut_blocks(self, tp: int) -> list[Kind]:
         """Kinds of parameters of which tp cuts through quantization blocks."""
-        mesh = Mesh(tp=tp)
+        mesh = self.mesh((tp, 1, 1))
         found = []
         for kind in self.kinds if tp > 1 else ():
             local = localize(kind.param.shape, kind.placements, mesh, Coordinates(tp=min(1, tp - 1)))
@@ -205,8 +207,9 @@ class Layouts:
 
     def _layer_cache(self, index: int, tp: int) -> tuple[int, int]:
         cache = self.spec.layers[index].cache()
-        grows, windows = cache.elements(self.context, tp, self.full_window)
-        return grows * self.element_bytes, windows * self.element_bytes + cache.state_bytes(self.element_bytes, tp)
+        heads = self.mesh((tp, 1, 1)).size(HEADS)
+        grows, windows = cache.elements(self.context, heads, self.full_window)
+        return grows * self.element_bytes, windows * self.element_bytes + cache.state_bytes(self.element_bytes, heads)
 
     def _all_shapes(self, most: int) -> dict[int, list[Shape]]:
         """Shapes of one replica that the constraints allow, by devices; wide tp first, but within a node."""
@@ -232,13 +235,13 @@ class Layouts:
         for devices in sizes:
             dp = count // devices if objective == "throughput" else 1
             if (shape := self._first(devices, -(-concurrency // dp))) is not None:
-                return mesh_of(shape, dp)
+                return self.mesh(shape, dp)
         return None
 
     def thinnest(self) -> Mesh:
         """When nothing fits: the layout that spreads the weights furthest."""
         most = max(devices for devices in self._shapes if devices <= self.cluster.count)
-        return mesh_of(self._shapes[most][0])
+        return self.mesh(self._shapes[most][0])
 
     def fewest(self) -> Mesh | None:
         """The smallest layout of this kind of device with one sequence of the context, or None."""
@@ -247,7 +250,7 @@ class Layouts:
         least = max(1, -(-self.largest((1, 1, 1), 1) // self.usable_bytes))  # no layout holds less in all
         for devices in (size for size in self._shapes if least <= size <= MOST_DEVICES):
             if (shape := self._first(devices, 1)) is not None:
-                return mesh_of(shape)
+                return self.mesh(shape)
         return None
 
     def fewest_for(self, sequences: int) -> Mesh | None:
@@ -264,16 +267,16 @@ class Layouts:
         if not found:
             return None
         devices, shape, dp = min(found)
-        return mesh_of(shape, dp) if devices <= MOST_CLUSTER else None
+        return self.mesh(shape, dp) if devices <= MOST_CLUSTER else None
 
     def _first(self, devices: int, sequences: int) -> Shape | None:
         fitting = (shape for shape in self._shapes[devices] if self.largest(shape, sequences) <= self.usable_bytes)
         return next(fitting, None)
 
-
-def mesh_of(shape: Shape, dp: int = 1) -> Mesh:
-    tp, ep, pp = shape
-    return Mesh(dp=dp, tp=tp, ep=ep, pp=pp)
+    def mesh(self, shape: Shape, dp: int = 1) -> Mesh:
+        """`dp` replicas of a shape."""
+        tp, ep, pp = shape
+        return Mesh(dp=dp, tp=tp, ep=ep, pp=pp, attention=self.attention)
 
 
 def fullest(ranks: Sequence[RankBytes]) -> RankBytes:

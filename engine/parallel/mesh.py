@@ -1,10 +1,14 @@
-"""The mesh of ranks: five named axes, rank <-> coordinates, groups. Pure data; imports no torch."""
+"""The mesh of ranks: five named axes, rank <-> coordinates, groups. Pure data; imports no torch.
+
+Placements may name a sixth axis that follows from the others: `HEADS`, over which attention and every other token mixer
+is divided. It is tp, or one rank where the user wants mixers whole.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -13,6 +17,21 @@ from firstlight.engine.findings import fatal
 
 Axis = Literal["dp", "pp", "ep", "sp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "pp", "ep", "sp", "tp")  # outermost first: neighbours in tp are neighbours in rank
+HEADS = "heads"
+Attention = Literal["divided", "whole"]
+"""What tp does with attention and every other mixer of tokens: divide its heads, or leave it whole on every rank.
+
+Where it is whole, tp divides feed-forward, experts, embedding and head: any number of heads will do, every rank caches
+all of them, and nothing is summed behind a mixer.
+"""
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+
+
+def axis_of(placed: str, attention: Attention) -> str | None:
+    """The axis of the mesh that a placement's axis stands for; None: every rank has all of it."""
+    if placed != HEADS:
+        return placed
+    return "tp" if attention == "divided" else None
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +48,8 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     steps are not: every ep rank sees them all, adds its own experts' share, and the sum is reduced; those of large ones
     are, and travel to the experts they chose (`engine/parallel/rows.py`). sp: the tokens of prefill are divided, keys
     and values gathered; weights and caches are whole on every rank. tp: attention heads, feed-forward width and
-    vocabulary. `named`: groups of ranks of the user's own, each of which gets a `Comm` (`Comms.named`) and is pinged.
-    Ranks count with tp fastest, then sp, ep, pp, dp.
+    vocabulary; without the first where `attention` is whole. `named`: groups of ranks of the user's own, each of which
+    gets a `Comm` (`Comms.named`) and is pinged. Ranks count with tp fastest, then sp, ep, pp, dp.
     """
 
     dp: int = 1
@@ -38,6 +57,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1
     sp: int = 1
     tp: int = 1
+    attention: Attention = "divided"
     named: tuple[Groups, ...] = ()
 
     def __post_init__(self) -> None:
@@ -52,13 +72,26 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
                         next=f"drop --{axis} or give a positive number",
                     )
                 )
+        if self.attention not in ATTENTIONS:
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"attention cannot be {self.attention!r}",
+                    expected=" or ".join(ATTENTIONS),
+                    found=str(self.attention),
+                    next="--attention whole keeps it whole on every rank of tp; leave it out to divide its heads",
+                )
+            )
         for one in self.named:
             self._check_named(one)
 
     def _check_named(self, one: Groups) -> None:
         ranks = [rank for part in one.parts for rank in part]
         wrong = ""
-        if one.name in (*AXES, "world", "control", "rows") or [other.name for other in self.named].count(one.name) > 1:
+        if (
+            one.name in (*AXES, HEADS, "world", "control", "rows")
+            or [other.name for other in self.named].count(one.name) > 1
+        ):
             wrong = f"the name {one.name!r} is taken"
         elif not ranks or not all(one.parts):
             wrong = "a part without ranks"
@@ -78,7 +111,14 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def size(self, axis: str) -> int:
-        return int(getattr(self, axis))
+        """Ranks along an axis, also along `HEADS`."""
+        real = axis_of(axis, self.attention)
+        return 1 if real is None else int(getattr(self, real))
+
+    def index(self, axis: str, at: Coordinates) -> int:
+        """Where `at` stands on an axis, also on `HEADS`."""
+        real = axis_of(axis, self.attention)
+        return 0 if real is None else at.on(real)
 
     @property
     def world_size(self) -> int:
@@ -114,9 +154,10 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         return -(-math.prod(self.size(one) for one in inner) // per_node)
 
     def describe(self) -> str:
-        """Axes larger than one, e.g. `tp 2 x pp 2`, or `1 rank`."""
+        """Axes larger than one, e.g. `pp 2 x tp 2`, or `1 rank`; whether tp leaves attention whole."""
         parts = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
-        return " x ".join(parts) or "1 rank"
+        whole = ", attention whole" if self.size(HEADS) < self.tp else ""
+        return (" x ".join(parts) or "1 rank") + whole
 
     def all_coordinates(self) -> tuple[Coordinates, ...]:
         ranges = (range(self.size(axis)) for axis in AXES)

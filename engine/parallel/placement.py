@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from firstlight.engine.parallel.mesh import Coordinates, Mesh
+from firstlight.engine.parallel.mesh import HEADS, Coordinates, Mesh, axis_of
 
 
 class Shard(msgspec.Struct, frozen=True, tag="shard"):
@@ -23,7 +23,7 @@ class Shard(msgspec.Struct, frozen=True, tag="shard"):
         """Why this placement cannot be cut for `ranks`, or None."""
         if self.units % ranks == 0 or (self.replicate and ranks % self.units == 0):
             return None
-        return f"{self.units} {self.unit_name} do not divide by {self.axis} {ranks}"
+        return f"{self.units} {self.unit_name} do not divide by {axis_of(self.axis, 'divided')} {ranks}"
 
     def bounds(self, size: int, index: int, ranks: int) -> tuple[int, int]:
         """[start, stop) along `dim` of extent `size` for rank `index` of `ranks`."""
@@ -33,6 +33,11 @@ class Shard(msgspec.Struct, frozen=True, tag="shard"):
             return index * per_rank * width, (index + 1) * per_rank * width
         unit = index * self.units // ranks
         return unit * width, (unit + 1) * width
+
+
+def over_heads(units: int, unit_name: str, replicate: bool = False) -> Shard:
+    """Dimension 0 of a token mixer's parameter in `units` heads or channels: over tp, unless mixers are whole."""
+    return Shard(0, units, axis=HEADS, replicate=replicate, unit_name=unit_name)
 
 
 class Vocab(msgspec.Struct, frozen=True, tag="vocab"):
@@ -91,7 +96,7 @@ def localize(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Me
     for placement in placements:
         if isinstance(placement, Expert):
             continue
-        ranks, index, dim = mesh.size(placement.axis), at.on(placement.axis), placement.dim
+        ranks, index, dim = mesh.size(placement.axis), mesh.index(placement.axis, at), placement.dim
         bounds[dim] = placement.bounds(shape[dim], index, ranks)
         if isinstance(placement, Vocab):
             local[dim] = placement.padded(shape[dim], ranks)

@@ -16,7 +16,7 @@ from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.estimate import Roofline, active_by_kind
 from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.layouts import Layouts, Objective, RankBytes, fullest
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import Attention, Mesh
 from firstlight.engine.parallel.ranking import Candidate, Ranker
 from firstlight.engine.weights.formats.registry import StoredFormat
 from firstlight.engine.weights.header import DTYPE_BITS
@@ -124,20 +124,23 @@ def make_plan(
     objective: Objective = "latency",
     full_window: bool = False,
     exchange: str = "auto",
+    attention: Attention = "divided",
 ) -> Plan:
     """Lays the model out on the cluster, by `mesh` or, without one, by the best that fits for `objective`.
 
     `concurrency` None: one sequence at once or, for throughput, as many as fit. Layouts are ranked by a roofline (see
     `ranking.py`), or where facts for it are missing by their sizes. `full_window`: windowed layers keep the whole
-    context, as the engine does today. `exchange`: how tokens meet experts of other ranks. Raises `Refused` when the
-    wish itself is impossible: sizes that do not divide, or more ranks than devices.
+    context, as the engine does today. `exchange`: how tokens meet experts of other ranks. `attention`: of layouts that
+    are looked for; a mesh says its own, and whatever is said of other layouts is of the same kind. Raises `Refused`
+    when the wish itself is impossible: sizes that do not divide, or more ranks than devices.
     """
     _refuse_wishes(context, 1 if concurrency is None else concurrency, cache_dtype, headroom, objective)
     if mesh is not None:
+        attention = mesh.attention
         refuse_impossible(spec, mesh, exchange)
         _refuse_too_many(mesh, cluster)
     usable = int(cluster.device.memory_bytes * (1 - headroom))
-    layouts = Layouts(spec, stored, cluster, usable, context, DTYPE_BITS[cache_dtype] // 8, full_window)
+    layouts = Layouts(spec, stored, cluster, usable, context, DTYPE_BITS[cache_dtype] // 8, full_window, attention)
     ranker = Ranker(layouts, Roofline(spec, cluster, exchange), concurrency)
     ranking = ranker.ranked(objective) if mesh is None else ()
     chosen, concurrency = _choose(mesh, ranking, layouts, objective, concurrency)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from firstlight.engine.parallel.estimate import Roofline, StepTime, bytes_read
-from firstlight.engine.parallel.layouts import Layouts, Objective, Shape, mesh_of
+from firstlight.engine.parallel.layouts import Layouts, Objective, Shape
 from firstlight.engine.parallel.mesh import Mesh
 
 PREFILL_TOKENS = 4096  # of the step whose time is estimated
@@ -98,14 +98,14 @@ class Ranker:
         if not room:
             return
         if self.concurrency is None and objective == "throughput":
-            yield self.candidate(mesh_of(shape, most), most * min(room, MOST_AT_ONCE))
+            yield self.candidate(self.layouts.mesh(shape, most), most * min(room, MOST_AT_ONCE))
             return
         wanted = self.concurrency or 1
         least = -(-wanted // room)  # replicas that have room for all
         counts = {least} if objective == "devices" else {least, min(most, wanted)}
         for dp in sorted(counts):
             if least <= dp <= most:
-                yield self.candidate(mesh_of(shape, dp), wanted)
+                yield self.candidate(self.layouts.mesh(shape, dp), wanted)
 
 
 def _order(one: Candidate, objective: Objective) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from firstlight.engine.model.spec import MLA, MLP, Attention, CacheSpec, ModelSp
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import kept_roles
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
 from firstlight.engine.serving.choices import Choices
@@ -117,7 +117,7 @@ def bring_up(
         limits.num_pages,
         limits.page_size,
         limits.max_batch,
-        options.mesh.tp,
+        options.mesh.size(HEADS),
         TORCH_DTYPES[dtype],
         device,
     )
@@ -239,8 +239,8 @@ def most_pages(
         return None
     page_size = options.page_size or 64
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    a_page = cache_bytes_per_token(specs, options.mesh.tp, dtype.itemsize) * page_size
-    states = state_bytes_per_sequence(specs, options.mesh.tp, dtype.itemsize) * options.max_batch
+    a_page = cache_bytes_per_token(specs, options.mesh.size(HEADS), dtype.itemsize) * page_size
+    states = state_bytes_per_sequence(specs, options.mesh.size(HEADS), dtype.itemsize) * options.max_batch
     mine = max(0, int(free_bytes * CACHE_SHARE) - states) // max(1, a_page)
     return int(comms.control.all_gather(torch.tensor([mine], dtype=torch.int64), 0).min())
 

@@ -62,7 +62,7 @@ class KVCache:
     """The memory of all pages and states for this rank's layers: zeros at start, never grown, never returned.
 
     `layers[i]` holds the tensors of local layer i in the order of its `CacheSpec`: [P, K, S, D] each for what is kept
-    per token, then [slots, ...] each for what is kept per sequence.
+    per token, then [slots, ...] each for what is kept per sequence. `ranks`: those that heads are divided over.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class KVCache:
         num_pages: int,
         page_size: int,
         num_slots: int,
-        tp: int,
+        ranks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         from firstlight.engine.weights.memory import Pool, aligned
 
-        self._specs, self._tp, self._dtype, self._device = tuple(specs), tp, dtype, device
+        self._specs, self._ranks, self._dtype, self._device = tuple(specs), ranks, dtype, device
         shapes = self._shapes(num_pages, page_size, num_slots)
         sizes = [aligned(math.prod(shape) * kind.itemsize) for layer in shapes for shape, kind in layer]
         self.pool = Pool.reserve(sum(sizes), "cache", device)
@@ -104,9 +104,12 @@ class KVCache:
         from firstlight.engine.weights.loader import TORCH_DTYPES
 
         return [
-            [((num_pages, t.local_heads(self._tp), -(-page_size // t.every), t.dim), self._dtype) for t in spec.tensors]
+            [
+                ((num_pages, t.local_heads(self._ranks), -(-page_size // t.every), t.dim), self._dtype)
+                for t in spec.tensors
+            ]
             + [
-                ((num_slots, *s.local_shape(self._tp)), TORCH_DTYPES[s.dtype] if s.dtype else self._dtype)
+                ((num_slots, *s.local_shape(self._ranks)), TORCH_DTYPES[s.dtype] if s.dtype else self._dtype)
                 for s in spec.states
             ]
             for spec in self._specs
@@ -116,11 +119,11 @@ class KVCache:
         return self.pool.report()
 
 
-def cache_bytes_per_token(specs: Iterable[CacheSpec], tp: int, itemsize: int) -> int:
+def cache_bytes_per_token(specs: Iterable[CacheSpec], ranks: int, itemsize: int) -> int:
     """Bytes that one token takes in the cache of the given layers on one rank; shared entries are rounded up."""
-    return sum(-(-t.local_heads(tp) * t.dim // t.every) * itemsize for spec in specs for t in spec.tensors)
+    return sum(-(-t.local_heads(ranks) * t.dim // t.every) * itemsize for spec in specs for t in spec.tensors)
 
 
-def state_bytes_per_sequence(specs: Iterable[CacheSpec], tp: int, itemsize: int) -> int:
+def state_bytes_per_sequence(specs: Iterable[CacheSpec], ranks: int, itemsize: int) -> int:
     """Bytes of state that one sequence has on one rank in the given layers."""
-    return sum(spec.state_bytes(itemsize, tp) for spec in specs)
+    return sum(spec.state_bytes(itemsize, ranks) for spec in specs)

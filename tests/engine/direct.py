@@ -103,9 +103,11 @@ class Direct:
         )
 
     def fresh(self, spec: CacheSpec, pages: int, page_size: int) -> tuple[torch.Tensor, ...]:
-        tp = self.comms.tp.size
-        paged = [torch.zeros(pages, one.local_heads(tp), -(-page_size // one.every), one.dim) for one in spec.tensors]
-        return (*paged, *(torch.zeros(pages, *state.local_shape(tp)) for state in spec.states))
+        ranks = self.comms.heads.size
+        paged = [
+            torch.zeros(pages, one.local_heads(ranks), -(-page_size // one.every), one.dim) for one in spec.tensors
+        ]
+        return (*paged, *(torch.zeros(pages, *state.local_shape(ranks)) for state in spec.states))
 
 
 def flatten(inputs: Arrays) -> tuple[list[NDArray[Any]], NDArray[Any]]:

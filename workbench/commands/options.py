@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.mesh import ATTENTIONS
 from firstlight.engine.parallel.rows import EXCHANGES
 from firstlight.engine.settings import show_devices
 from firstlight.workbench.fallback import NAMES
@@ -79,6 +80,12 @@ def mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mesh")
     for axis, text in AXES.items():
         group.add_argument(f"--{axis}", type=positive, metavar="N", help=text)
+    group.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="divided",
+        help="of every token mixer: heads divided over tp, or whole on each rank, so that any number of heads will do",
+    )
 
 
 def expert_exchange(group: argparse._ActionsContainer) -> None:
@@ -190,7 +197,7 @@ def mesh_of(arguments: argparse.Namespace) -> Mesh:
     from firstlight.engine.parallel.mesh import Mesh
 
     sizes: dict[str, Any] = {axis: getattr(arguments, axis) or 1 for axis in AXES}
-    return Mesh(**sizes)
+    return Mesh(**sizes, attention=arguments.attention)
 
 
 def has_mesh(arguments: argparse.Namespace) -> bool:

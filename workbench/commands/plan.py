@@ -47,4 +47,5 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         headroom=arguments.headroom,
         objective=arguments.objective,
         exchange=arguments.expert_exchange,
+        attention=arguments.attention,
     )

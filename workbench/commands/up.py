@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
 
         adaptation = Adaptation.read(arguments.adaptation)
         said = stated("up", arguments.words)
-        fields = {"mesh"} if said & options.AXES.keys() else set()
+        fields = {"mesh"} if said & {*options.AXES, "attention"} else set()
         engine_options = adaptation.options(
             engine_options, frozenset(fields | {FIELDS.get(name, name) for name in said})
         )

@@ -29,7 +29,7 @@ GATES = {
 
 
 class Attention:
-    """x [T, H] -> [T, H]; this rank's heads, summed over tp. Keys and values go to `cache` (k, v) first."""
+    """x [T, H] -> [T, H]; this rank's heads, summed over ranks. Keys and values go to `cache` (k, v) first."""
 
     def __init__(self, spec: AttentionSpec, weights: Access) -> None:
         self.spec = spec
@@ -61,7 +61,7 @@ class Attention:
             out_TNV = out_TNV * self.spec.v_scale
         if gate_TNV is not None:
             out_TNV = out_TNV * GATES[self.spec.gate_by](gate_TNV)
-        out_TH = batch.comms.tp.all_reduce(self._o(out_TNV.reshape(x_TH.shape[0], -1)))
+        out_TH = batch.comms.heads.all_reduce(self._o(out_TNV.reshape(x_TH.shape[0], -1)))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 
     def _projected(self, x_TH: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -98,9 +98,9 @@ class Attention:
         return q_TF, k_TF, v_TF
 
     def _normed(self, q_TND: Tensor, k_TKD: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        tp = batch.comms.tp
-        q_TND = q_TND if self._q_norm is None else self._q_norm(q_TND, tp)
-        return q_TND, k_TKD if self._k_norm is None else self._k_norm(k_TKD, tp)
+        over = batch.comms.heads
+        q_TND = q_TND if self._q_norm is None else self._q_norm(q_TND, over)
+        return q_TND, k_TKD if self._k_norm is None else self._k_norm(k_TKD, over)
 
     def _attend(
         self, q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, chosen: list[Tensor] | None
@@ -123,7 +123,7 @@ class Attention:
         if spec.chunk is not None and meta.max_kv_len > spec.chunk:
             return in_chunks(meta, spec.chunk, q_TND.device)
         local = q_TND.shape[1]
-        first = batch.comms.tp.index * local
+        first = batch.comms.heads.index * local
         if chosen is not None:
             return of_heads(chosen, spec.num_heads, first, local)
         if spec.alibi is not None:

@@ -24,7 +24,7 @@ from firstlight.kernels.attention.reference import cached, visible
 
 
 class CompressedAttention:
-    """x [T, H] -> [T, H]; this rank's heads and output groups, summed over tp.
+    """x [T, H] -> [T, H]; this rank's heads and output groups, summed over ranks.
 
     `cache`: the key of every token, the entries, the indexer's keys for them, then for each of the two what waits to
     become an entry.
@@ -63,7 +63,7 @@ class CompressedAttention:
         out_TND = _turned(out_TND, cos_TR, -sin_TR, batch)  # the key is its own value: what turned it is taken back
         grouped_TGI = out_TND.reshape(x_TH.shape[0], self._o_a_GOI.shape[0], -1)
         narrow_TGO = torch.einsum("tgi,goi->tgo", grouped_TGI, self._o_a_GOI)
-        return batch.comms.tp.all_reduce(self._o_b(narrow_TGO.flatten(1)))
+        return batch.comms.heads.all_reduce(self._o_b(narrow_TGO.flatten(1)))
 
     def _attend(
         self, q_TND: Tensor, keys: Tensor, entries: list[Tensor], chosen: list[Tensor], batch: ForwardBatch

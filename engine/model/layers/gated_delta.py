@@ -16,7 +16,7 @@ from firstlight.engine.model.layers.recurrent import gated_norm, sequences_of, u
 
 
 class GatedDelta:
-    """x [T, H] -> [T, H]; this rank's heads, summed over tp. `cache` holds the convolution's inputs and the memory."""
+    """x [T, H] -> [T, H]; this rank's heads, summed over ranks. `cache`: the convolution's inputs, the memory."""
 
     def __init__(self, spec: specs.GatedDelta, weights: Access) -> None:
         self.spec = spec
@@ -43,7 +43,7 @@ class GatedDelta:
         v_TNV = v_TR.view(tokens, -1, spec.value_dim)
         out_TNV = batch.ops.linear_attention(q_TJK, k_TJK, v_TNV, self._log_decay(f), beta_TN, memory, sequences)
         out_TNV = gated_norm(out_TNV, gate_TNV, self._norm_V, spec.eps, spec.gate_activation)
-        return batch.comms.tp.all_reduce(self._o(out_TNV.reshape(tokens, -1)))
+        return batch.comms.heads.all_reduce(self._o(out_TNV.reshape(tokens, -1)))
 
     def _projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, k and v for the convolution, gate [T, N, V], beta [T, N], what the decay is made of)."""

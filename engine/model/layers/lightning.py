@@ -14,7 +14,7 @@ from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
 
 class Lightning:
-    """x [T, H] -> [T, H]; this rank's heads, summed over tp. `cache` holds the memory."""
+    """x [T, H] -> [T, H]; this rank's heads, summed over ranks. `cache` holds the memory."""
 
     def __init__(self, spec: specs.Lightning, weights: Access) -> None:
         self.spec = spec
@@ -25,12 +25,12 @@ class Lightning:
         self._slopes = torch.tensor(spec.slopes, device=weights.storages[f"{weights.prefix}o.weight"].device)
 
     def __call__(self, x_TH: Tensor, batch: ForwardBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        tokens, dim, tp = x_TH.shape[0], self.spec.head_dim, batch.comms.tp
+        tokens, dim, over = x_TH.shape[0], self.spec.head_dim, batch.comms.heads
         (memory,) = cache
         qkv, gate = self._in(x_TH).split((3 * self._width, self._width), dim=-1)
         q_TND, k_TND, v_TND = ACTIVATIONS[self.spec.activation](qkv).view(tokens, -1, 3 * dim).split(dim, dim=-1)
         heads = self._width // dim
-        log_decay_TN = -self._slopes[tp.index * heads : (tp.index + 1) * heads].expand(tokens, heads)
+        log_decay_TN = -self._slopes[over.index * heads : (over.index + 1) * heads].expand(tokens, heads)
         out_TND = batch.ops.linear_attention(q_TND, k_TND, v_TND, log_decay_TN, None, memory, sequences_of(batch))
-        out_TND = self._norm(out_TND, tp)
-        return tp.all_reduce(self._o(out_TND.flatten(1) * torch.sigmoid(gate)))
+        out_TND = self._norm(out_TND, over)
+        return over.all_reduce(self._o(out_TND.flatten(1) * torch.sigmoid(gate)))

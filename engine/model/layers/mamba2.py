@@ -17,7 +17,7 @@ from firstlight.engine.parallel.comm import Comm
 
 
 class Mamba2:
-    """x [T, H] -> [T, H]; this rank's heads, summed over tp. `cache` holds the convolution's inputs and the memory."""
+    """x [T, H] -> [T, H]; this rank's heads, summed over ranks. `cache`: the convolution's inputs, the memory."""
 
     def __init__(self, spec: specs.Mamba2, weights: Access) -> None:
         self.spec = spec
@@ -50,8 +50,8 @@ class Mamba2:
             c_TGS, b_TGS, x_TNP * dt_TN.unsqueeze(-1), -self._rate_N * dt_TN, None, memory, sequences
         )
         out_TI = (out_TNP + self._d_N1 * x_TNP).view(tokens, -1)
-        out_TI = self._gated(out_TI, z_TI.float(), batch.comms.tp).to(x_TH.dtype)
-        out_TH = batch.comms.tp.all_reduce(self._o(out_TI))
+        out_TI = self._gated(out_TI, z_TI.float(), batch.comms.heads).to(x_TH.dtype)
+        out_TH = batch.comms.heads.all_reduce(self._o(out_TI))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 
     def _input_scale(self, like: Tensor) -> Tensor | None:
@@ -60,18 +60,18 @@ class Mamba2:
         parts = [torch.full((rows,), scale) for rows, scale in zip(self._rows, self.spec.scales, strict=True)]
         return torch.cat(parts).to(like)
 
-    def _gated(self, y_TI: Tensor, z_TI: Tensor, tp: Comm) -> Tensor:
+    def _gated(self, y_TI: Tensor, z_TI: Tensor, over: Comm) -> Tensor:
         if self.spec.norm == "before":
-            return self._normed(y_TI, tp) * F.silu(z_TI)
+            return self._normed(y_TI, over) * F.silu(z_TI)
         y_TI = y_TI * F.silu(z_TI)
-        return y_TI if self.spec.norm is None else self._normed(y_TI, tp)
+        return y_TI if self.spec.norm is None else self._normed(y_TI, over)
 
-    def _normed(self, y_TI: Tensor, tp: Comm) -> Tensor:
+    def _normed(self, y_TI: Tensor, over: Comm) -> Tensor:
         """RMSNorm over each group; the only group there is lies on all ranks."""
         assert self._norm_I is not None
         groups = self.spec.num_groups
         if groups == 1:
-            square_T1 = tp.all_reduce(y_TI.square().sum(-1, keepdim=True)) / self.spec.width
+            square_T1 = over.all_reduce(y_TI.square().sum(-1, keepdim=True)) / self.spec.width
             return y_TI * torch.rsqrt(square_T1 + self.spec.eps) * self._norm_I.float()
         y_TGE = y_TI.unflatten(-1, (-1, self.spec.width // groups))
         return F.rms_norm(y_TGE, y_TGE.shape[-1:], None, self.spec.eps).flatten(1) * self._norm_I.float()

@@ -20,7 +20,7 @@ from firstlight.engine.model.layers.rope import angles
 
 
 class MLA:
-    """x [T, H] -> [T, H]; this rank's heads, summed over tp. The latent [latent | rotated key] goes to `cache` first.
+    """x [T, H] -> [T, H]; this rank's heads, summed over ranks. [latent | rotated key] goes to `cache` first.
 
     q k^T = (q_nope W_k) c + q_rope k_rope: the key expansion is moved to the query side, the value expansion behind
     the attention, so that every head attends to the one cached latent.
@@ -54,7 +54,7 @@ class MLA:
         if self._gate is not None:
             gate_TV = torch.sigmoid(self._gate(x_TH))
             out_TV = out_TV * (gate_TV.repeat_interleave(self.spec.v_dim, -1) if self.spec.gate_by_head else gate_TV)
-        out_TH = batch.comms.tp.all_reduce(self._o(out_TV))
+        out_TH = batch.comms.heads.all_reduce(self._o(out_TV))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 
     def _projected(self, x_TH: Tensor, low_TQ: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ class HeadsNorm:
         self._plain = Norm(NormSpec(kind=spec.kind, eps=spec.eps, weight=False), weights)
         self._weight_ND = weights.tensor("weight") + spec.offset
 
-    def __call__(self, x_TND: Tensor, tp: Comm) -> Tensor:
+    def __call__(self, x_TND: Tensor, over: Comm) -> Tensor:
         return self._plain(x_TND) * self._weight_ND
 
 
@@ -58,14 +58,14 @@ class EachNorm:
         self._plain = Norm(NormSpec(kind=spec.kind, eps=spec.eps, weight=False), weights)
         self._offset, self._weight_F = spec.offset, weights.tensor("weight")
 
-    def __call__(self, x_TND: Tensor, tp: Comm) -> Tensor:
+    def __call__(self, x_TND: Tensor, over: Comm) -> Tensor:
         weight_ND = self._weight_F.view(-1, x_TND.shape[-1]) + self._offset
-        first = tp.index * len(weight_ND) // tp.size
+        first = over.index * len(weight_ND) // over.size
         return self._plain(x_TND) * weight_ND[first : first + x_TND.shape[1]]
 
 
 class WidthNorm:
-    """RMSNorm over all heads of a token together; this rank has N of them, so the mean of squares is taken over tp.
+    """RMSNorm over all heads of a token together; this rank has N of them, so the mean is taken over ranks.
 
     Key heads that several ranks hold are counted as often, in the sum and in the number of terms alike.
     """
@@ -75,9 +75,9 @@ class WidthNorm:
         self._eps, self._offset = spec.eps, spec.offset
         self._weight_H = weights.tensor("weight")
 
-    def __call__(self, x_TND: Tensor, tp: Comm) -> Tensor:
+    def __call__(self, x_TND: Tensor, over: Comm) -> Tensor:
         x_TH = x_TND.flatten(1).float()
-        square_T1 = tp.all_reduce(x_TH.square().sum(-1, keepdim=True)) / (x_TH.shape[1] * tp.size)
+        square_T1 = over.all_reduce(x_TH.square().sum(-1, keepdim=True)) / (x_TH.shape[1] * over.size)
         x_TH = x_TH * torch.rsqrt(square_T1 + self._eps)
         return ((self._weight_H.float() + self._offset) * x_TH).to(x_TND.dtype).view_as(x_TND)
 
@@ -88,7 +88,7 @@ class HeadNorm:
     def __init__(self, spec: NormSpec, weights: Access) -> None:
         self._norm = Norm(spec, weights)
 
-    def __call__(self, x_TND: Tensor, tp: Comm) -> Tensor:
+    def __call__(self, x_TND: Tensor, over: Comm) -> Tensor:
         return self._norm(x_TND)
 
 

@@ -17,7 +17,7 @@ from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
 
 class RgLru:
-    """x [T, H] -> [T, H]; this rank's channels, summed over tp. `cache`: the convolution's inputs, the memory."""
+    """x [T, H] -> [T, H]; this rank's channels, summed over ranks. `cache`: the convolution's inputs, the memory."""
 
     def __init__(self, spec: specs.RgLru, weights: Access) -> None:
         self.spec = spec
@@ -43,7 +43,7 @@ class RgLru:
         v_TC1 = (u_TC.float() * input_TC * root_TC).unsqueeze(-1)
         h_TC1 = batch.ops.linear_attention(one_T11, one_T11, v_TC1, log_decay_TC, None, memory, sequences)
         out_TC = h_TC1.squeeze(-1).to(x_TH.dtype) * ACTIVATIONS[self.spec.activation](y_TC)
-        return batch.comms.tp.all_reduce(self._o(out_TC)) + self._o_bias_H
+        return batch.comms.heads.all_reduce(self._o(out_TC)) + self._o_bias_H
 
     def _gate(self, u_TC: Tensor, weight_NBB: Tensor, bias_NB: Tensor) -> Tensor:
         """A projection within each block, as a share; float32."""

@@ -11,7 +11,7 @@ from firstlight.engine.model.layers.recurrent import sequences_of
 
 
 class ShortConv:
-    """x [T, H] -> [T, H]; this rank's channels, summed over tp. `cache` holds the convolution's inputs."""
+    """x [T, H] -> [T, H]; this rank's channels, summed over ranks. `cache` holds the convolution's inputs."""
 
     def __init__(self, spec: specs.ShortConv, weights: Access) -> None:
         self._in = weights.linear("in")
@@ -26,5 +26,5 @@ class ShortConv:
         seen_TC = batch.ops.causal_conv(
             b_TC * u_TC, self._conv_CW, self._conv_bias_C, state, sequences_of(batch), "none"
         )
-        out_TH = batch.comms.tp.all_reduce(self._o(c_TC * seen_TC))
+        out_TH = batch.comms.heads.all_reduce(self._o(c_TC * seen_TC))
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H

@@ -13,7 +13,7 @@ from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.rope import Rope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import Shard, over_heads
 
 
 class Temperature(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +74,14 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         return self.head_dim if self.v_dim is None else self.v_dim
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_heads, unit_name="query heads")
-        kv_heads = Shard(0, self.num_kv_heads, replicate=True, unit_name="key/value heads")
+        heads = over_heads(self.num_heads, "query heads")
+        kv_heads = over_heads(self.num_kv_heads, "key/value heads", replicate=True)
         yield from self._fused(scope) if self.fused else self._projections(scope, heads, kv_heads)
         width = self.num_heads * self.value_dim
         if self.gate in ("own", "head"):
             rows = self.num_heads if self.gate == "head" else width
             yield scope.param("gate.weight", rows, scope.hidden, role="attention", place=(heads,))
-        output = Shard(1, self.num_heads, unit_name="query heads")
+        output = msgspec.structs.replace(heads, dim=1)
         yield scope.param("o.weight", scope.hidden, width, role="attention", place=(output,))
         if self.output_bias:
             yield scope.param("o.bias", scope.hidden, role="attention")
@@ -112,7 +112,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
                 yield msgspec.structs.replace(param, storage=f"{scope.prefix}{param.name.rpartition('.')[2]}")
 
     def _fused(self, scope: Scope) -> Iterator[Param]:
-        place = Shard(0, self.num_kv_heads, unit_name="key/value heads, which are stored with their queries")
+        place = over_heads(self.num_kv_heads, "key/value heads, which are stored with their queries")
         rows = self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.value_dim)
         yield scope.param("qkv.weight", rows, scope.hidden, role="attention", place=(place,))
         if self.qkv_bias:

@@ -10,7 +10,7 @@ from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor, StateTens
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.rope import Rope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class Compressor(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class CompressedAttention(msgspec.Struct, frozen=True, kw_only=True, tag="compre
     indexer: SpanIndexer | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_heads, unit_name="query heads")
+        heads = over_heads(self.num_heads, "query heads")
         yield scope.param("q_a.weight", self.q_lora_rank, scope.hidden, role="attention")
         yield from self.norm.parameters(scope.into("q_a_norm"), self.q_lora_rank)
         yield scope.param(
@@ -95,7 +95,8 @@ class CompressedAttention(msgspec.Struct, frozen=True, kw_only=True, tag="compre
         yield from self.norm.parameters(scope.into("kv_norm"), self.head_dim)
         yield scope.param("sinks", self.num_heads, role="attention", place=(heads,), dtype="F32")
         width, narrow = self.num_heads * self.head_dim // self.groups, self.groups * self.o_lora_rank
-        rows, columns = (Shard(dim, self.groups, unit_name="output groups") for dim in (0, 1))
+        rows = over_heads(self.groups, "output groups")
+        columns = msgspec.structs.replace(rows, dim=1)
         yield scope.param("o_a.weight", narrow, width, role="attention", place=(rows,))
         yield scope.param("o_b.weight", scope.hidden, narrow, role="attention", place=(columns,))
         if self.compressor is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from firstlight.engine.model.spec.cache import CacheSpec, StateTensor
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import Shard, over_heads
 
 
 class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="gated_delta"):
@@ -55,7 +55,7 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="gated_delta"):
         return self.num_heads * (self.key_dim if self.decay == "channel" else 1)
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_key_heads, unit_name="linear key heads")
+        heads = over_heads(self.num_key_heads, "linear key heads")
         for name, rows, place in self._input_rows(heads):
             where = (place,) if place else ()
             yield scope.param(f"{name}.weight", rows, scope.hidden, role="attention", place=where, storage="in.weight")

@@ -8,7 +8,7 @@ import msgspec
 
 from firstlight.engine.model.spec.cache import CacheSpec, StateTensor
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class Lightning(msgspec.Struct, frozen=True, kw_only=True, tag="lightning"):
@@ -25,7 +25,7 @@ class Lightning(msgspec.Struct, frozen=True, kw_only=True, tag="lightning"):
     eps: float
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_heads, unit_name="linear heads")
+        heads = over_heads(self.num_heads, "linear heads")
         width = self.num_heads * self.head_dim
         for name, rows in (("qkv", 3 * width), ("gate", width)):
             yield scope.param(

@@ -9,7 +9,7 @@ import msgspec
 from firstlight.engine.model.spec.cache import CacheSpec, StateTensor
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
@@ -28,7 +28,7 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     norm: Norm | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        channels = Shard(0, self.width, unit_name="state channels")
+        channels = over_heads(self.width, "state channels")
         across = msgspec.structs.replace(channels, dim=1)
         for part in "xz":
             yield scope.param(

@@ -9,7 +9,7 @@ import msgspec
 
 from firstlight.engine.model.spec.cache import CacheSpec, StateTensor
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
@@ -45,8 +45,8 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
         return self.num_groups * self.state_dim
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_heads, unit_name="state heads")
-        groups = Shard(0, self.num_groups, replicate=True, unit_name="state groups")
+        heads = over_heads(self.num_heads, "state heads")
+        groups = over_heads(self.num_groups, "state groups", replicate=True)
         parts = (
             ("z", self.width, heads),
             ("x", self.width, heads),
@@ -70,7 +70,7 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
             yield scope.param(name, self.num_heads, role="attention", place=(heads,), dtype="F32")
         if self.norm is not None:
             # One group is normed over all ranks; of several, each lies on one.
-            units = heads if self.num_groups == 1 else Shard(0, self.num_groups, unit_name="norm groups")
+            units = heads if self.num_groups == 1 else over_heads(self.num_groups, "norm groups")
             yield scope.param("norm.weight", self.width, role="norm", place=(units,))
         output = msgspec.structs.replace(heads, dim=1)
         yield scope.param("o.weight", scope.hidden, self.width, role="attention", place=(output,))

@@ -11,7 +11,7 @@ from firstlight.engine.model.spec.cache import CacheSpec, CacheTensor
 from firstlight.engine.model.spec.norm import Norm
 from firstlight.engine.model.spec.param import Param, Scope
 from firstlight.engine.model.spec.rope import Rope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class Indexer(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     indexer: Indexer | None = None
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_heads, unit_name="query heads")
+        heads = over_heads(self.num_heads, "query heads")
         q_rows = self.num_heads * (self.nope_dim + self.rope_dim)
         if self.q_lora_rank is None:
             yield scope.param("q.weight", q_rows, scope.hidden, role="attention", place=(heads,))
@@ -83,7 +83,7 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
         if self.gated:
             width = self.num_heads * (1 if self.gate_by_head else self.v_dim)
             yield scope.param("g.weight", width, scope.hidden, role="attention", place=(heads,))
-        output = Shard(1, self.num_heads, unit_name="query heads")
+        output = msgspec.structs.replace(heads, dim=1)
         yield scope.param("o.weight", scope.hidden, self.num_heads * self.v_dim, role="attention", place=(output,))
         if self.bias:
             yield scope.param("o.bias", scope.hidden, role="attention")

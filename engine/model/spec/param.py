@@ -1,6 +1,6 @@
 """A parameter in global shape, and the scope in which a block declares it. No torch.
 
-Placements name mesh axes (`tp`, `ep`); dims are tensor dimensions.
+Placements name mesh axes (`tp`, `ep`, or `heads`, which is tp unless mixers are whole); dims are tensor dimensions.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import msgspec
 
 from firstlight.engine.model.spec.cache import CacheSpec, StateTensor
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class RgLru(msgspec.Struct, frozen=True, kw_only=True, tag="rg_lru"):
@@ -24,7 +24,7 @@ class RgLru(msgspec.Struct, frozen=True, kw_only=True, tag="rg_lru"):
     conv: int = 4
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        heads = Shard(0, self.num_heads, unit_name="recurrent heads")
+        heads = over_heads(self.num_heads, "recurrent heads")
         for part in "xy":
             yield scope.param(
                 f"{part}.weight", self.width, scope.hidden, role="attention", place=(heads,), storage="in.weight"

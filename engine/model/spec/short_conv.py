@@ -8,7 +8,7 @@ import msgspec
 
 from firstlight.engine.model.spec.cache import CacheSpec, StateTensor
 from firstlight.engine.model.spec.param import Param, Scope
-from firstlight.engine.parallel.placement import Shard
+from firstlight.engine.parallel.placement import over_heads
 
 
 class ShortConv(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
@@ -19,7 +19,7 @@ class ShortConv(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
     bias: bool = False
 
     def parameters(self, scope: Scope) -> Iterator[Param]:
-        channels = Shard(0, self.width, unit_name="convolution channels")
+        channels = over_heads(self.width, "convolution channels")
         for kind, shape in (("weight", (self.width, scope.hidden)), ("bias", (self.width,))):
             for part in "bcu" if kind == "weight" or self.bias else "":
                 yield scope.param(f"{part}.{kind}", *shape, role="attention", place=(channels,), storage=f"in.{kind}")

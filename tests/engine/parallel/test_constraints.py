@@ -10,7 +10,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.constraints import allowed, placements, refuse_impossible, violations
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import ATTENTIONS, Attention, Mesh
 from tests.engine.weights.files import LLAMA
 
 
@@ -70,6 +70,26 @@ def test_heads_that_do_not_divide(heads: int, kv_heads: int, tp: int, reason: st
     assert way in str(finding.next)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "intermediate", "helps"),
+    [
+        (9, 3, 2, 1536, True),  # SmolLM2 135M
+        (25, 5, 4, 100, True),
+        (9, 3, 2, 27, False),  # 27 channels do not divide either
+    ],
+)
+def test_leaving_mixers_whole_is_offered_where_nothing_else_is_against_it(
+    heads: int, kv_heads: int, tp: int, intermediate: int, helps: bool
+) -> None:
+    model = spec(heads, kv_heads, intermediate_size=intermediate)
+    (finding,) = violations(model, Mesh(tp=tp))
+    assert ("--attention whole" in str(finding.next)) == helps
+    left = violations(model, Mesh(tp=tp, attention="whole"))
+    assert (not left) == helps
+    assert "heads" not in "".join(one.message for one in left)
+    assert "--attention" not in "".join(str(one.next) for one in left)
+
+
 def test_the_way_out_by_layers_is_offered_as_far_as_there_are_layers() -> None:
     for layers, way in ((1, None), (2, "--pp 2 instead"), (8, "--pp 3 instead")):
         (finding,) = violations(spec(64, 8, layers=layers), Mesh(tp=3))
@@ -107,9 +127,11 @@ def test_any_vocabulary_can_be_cut() -> None:
 
 @pytest.mark.parametrize("model", [spec(8, 2), spec(25, 5), spec(12, 3), moe(), moe(12, 16)])
 @pytest.mark.parametrize("axis", ["tp", "ep", "pp"])
-def test_allowed_is_what_is_not_refused(model: ModelSpec, axis: str) -> None:
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_allowed_is_what_is_not_refused(model: ModelSpec, axis: str, attention: Attention) -> None:
     """Every size up to 40, asked one by one."""
-    one_by_one = tuple(size for size in range(1, 41) if not violations(model, Mesh(**{axis: size})))
-    assert allowed(model, axis, 40) == one_by_one
-    assert allowed(model, axis, 40, placements(model)) == one_by_one
-    assert allowed(model, axis, 3) == tuple(size for size in one_by_one if size <= 3)
+    meshes = {size: Mesh(**{axis: size}, attention=attention) for size in range(1, 41)}
+    one_by_one = tuple(size for size, mesh in meshes.items() if not violations(model, mesh))
+    assert allowed(model, axis, 40, attention=attention) == one_by_one
+    assert allowed(model, axis, 40, placements(model), attention) == one_by_one
+    assert allowed(model, axis, 3, attention=attention) == tuple(size for size in one_by_one if size <= 3)

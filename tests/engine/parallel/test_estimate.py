@@ -3,6 +3,7 @@
 import json
 from importlib import resources
 
+import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
@@ -41,6 +42,27 @@ def test_traffic_is_a_ring_of_two_sums_a_layer() -> None:
     assert gather.bytes_per_token == 128256 * 2 * 7 // 8
     assert roofline.traffic(Mesh(tp=8), "prefill", 1000)[2].bytes_per_token == round(gather.bytes_per_token / 1000)
     assert roofline.traffic(Mesh()) == ()
+
+
+def test_whole_attention_sums_nothing_and_computes_all_heads_on_every_rank() -> None:
+    spec = _spec("llama-3.1-405b")
+    roofline = Roofline(spec, parse_cluster("8xH200"))
+    divided, whole = Mesh(tp=8), Mesh(tp=8, attention="whole")
+    (before, *ends), (after, *same) = roofline.traffic(divided), roofline.traffic(whole)
+    assert (before.calls_per_step, after.calls_per_step) == (2 * 126, 126)
+    assert after.bytes_per_token * 2 == before.bytes_per_token
+    assert ends == same
+    mixers = 126 * (2 * 16384 * 16384 + 2 * 16384 * 1024)
+    fast, slow = (roofline.step(mesh, "prefill", 4096, 0).compute_ms or 0.0 for mesh in (divided, whole))
+    assert slow - fast == pytest.approx(2 * mixers * 7 / 8 * 4096 / 989e12 * 1000)
+    keys = [
+        row
+        for row in Roofline(spec, parse_cluster("8xH200")).traffic(
+            msgspec.structs.replace(whole, tp=2, sp=4), "prefill", 4096
+        )
+        if row.what == "keys and values"
+    ]
+    assert keys[0].bytes_per_token == 126 * 2 * 8 * 128 * 2 * 3 // 4
 
 
 def test_decode_is_bound_by_memory_and_prefill_by_compute() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.parallel.mesh import AXES, Coordinates, Groups, Mesh
+from firstlight.engine.parallel.mesh import AXES, HEADS, Coordinates, Groups, Mesh
 
 _size = st.integers(1, 4)
 meshes = st.builds(Mesh, dp=_size, pp=_size, ep=_size, sp=_size, tp=_size)
@@ -57,6 +57,20 @@ def test_an_axis_is_at_least_one(axis: str, size: int) -> None:
 def test_words() -> None:
     assert Mesh().describe() == "1 rank"
     assert Mesh(tp=2, pp=3).describe() == "pp 3 x tp 2"
+    assert Mesh(tp=2, attention="whole").describe() == "tp 2, attention whole"
+    assert Mesh(pp=2, attention="whole").describe() == "pp 2", "there is nothing that would be divided"
+
+
+def test_the_axis_of_heads_is_tp_or_one_rank() -> None:
+    mesh = Mesh(tp=3, ep=2)
+    whole = msgspec.structs.replace(mesh, attention="whole")
+    assert [mesh.index(HEADS, at) for at in mesh.all_coordinates()] == [0, 1, 2, 0, 1, 2]
+    assert {whole.index(HEADS, at) for at in whole.all_coordinates()} == {0}
+    assert (mesh.size(HEADS), whole.size(HEADS)) == (3, 1)
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=Mesh) == whole
+    with pytest.raises(Refused, match="attention cannot be 'hole'") as caught:
+        Mesh(tp=2, attention="hole")  # type: ignore[arg-type]
+    assert caught.value.findings[0].expected == "divided or whole"
 
 
 def test_groups_of_the_user_s_own() -> None:
@@ -77,6 +91,7 @@ def test_groups_of_the_user_s_own() -> None:
         ("pairs", (), "without ranks"),
         ("tp", ((0, 1),), "taken"),
         ("world", ((0, 1),), "taken"),
+        ("heads", ((0, 1),), "taken"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(name: str, parts: tuple[tuple[int, ...], ...], why: str) -> None:

@@ -6,7 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.estimate import Roofline
+from firstlight.engine.parallel.hardware import parse_cluster
 from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.weights.checkpoint import Checkpoint
 from tests import families
 from tests.checkpoints import inputs
 from tests.engine.direct import Direct
@@ -22,7 +26,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "llama-bf16": ("tp2", "tp4"),
     "llama-tied": ("tp2", "pp2", "tp2 pp2"),
     "llama-vocab257": ("tp2", "tp4"),
-    "llama-thirds": ("tp3",),
+    "llama-thirds": ("tp3", "tp2 whole", "tp4 whole"),  # six query and three key heads: whole, any tp will do
     "llama-rope-dynamic": ("tp2 pp2",),
     "mistral": ("tp2", "pp2"),
     "qwen2": ("tp2", "tp2 pp2"),
@@ -39,11 +43,20 @@ MESHES: dict[str, tuple[str, ...]] = {
     "llava-siglip": ("tp2", "pp2"),
     **families.MESHES,
 }
+WHOLE: dict[str, tuple[str, ...]] = {  # attention whole on every rank of tp
+    "deepseek_v3": ("tp2 ep2 whole",),
+    "gemma2": ("tp2 pp2 whole",),
+    "qwen3_next": ("tp2 whole",),
+    "falcon_h1": ("tp2 whole",),
+    "llava-clip": ("tp2 whole",),
+}
+MESHES |= {name: (*MESHES[name], *meshes) for name, meshes in WHOLE.items()}
 CASES = [(name, mesh) for name, meshes in MESHES.items() for mesh in meshes]
 
 
 def mesh_of(text: str) -> Mesh:
-    return Mesh(**{part[:2]: int(part[2:]) for part in text.split()})
+    sizes = {part[:2]: int(part[2:]) for part in text.split() if part != "whole"}
+    return Mesh(**sizes, attention="whole" if "whole" in text else "divided")
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +128,21 @@ def test_experts_are_divided(jobs: dict[tuple[str, str], Job]) -> None:
     for shapes in jobs["qwen3_moe", "tp2 ep2"].storages():
         assert shapes["layers.0.ffn.experts.gate_up"] == [4, 20, 32]
         assert shapes["layers.0.ffn.experts.down"] == [4, 32, 10]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [case for case in CASES if "whole" in case[1]])
+def test_whole_mixers_are_alike_on_all_ranks_and_sum_nothing(
+    name: str, mesh: str, jobs: dict[tuple[str, str], Job], checkpoint: Callable[[str], Path]
+) -> None:
+    """To the last bit, so that no rank routes a token elsewhere; and tp sums as often as was planned."""
+    job = jobs[name, mesh]
+    seen = [dict(np.load(job.out / f"{rank}.npz")) for rank in range(job.mesh.world_size)]
+    for rank in range(0, job.mesh.world_size, job.mesh.tp):
+        for other in seen[rank + 1 : rank + job.mesh.tp]:
+            for key, value in seen[rank].items():
+                np.testing.assert_array_equal(other[key], value, err_msg=key)
+    spec, _ = FAMILIES.describe(Checkpoint.open(checkpoint(name)).config)
+    traffic = Roofline(spec, parse_cluster("8xH200")).traffic(job.mesh)
+    planned = sum(row.calls_per_step for row in traffic if row.axis == "tp" and row.operation == "all_reduce")
+    if job.mesh.pp == 1:
+        assert {calls["all_reduce tp"] for calls in job.operations()} == {planned}

@@ -44,7 +44,7 @@ CASES = [
 ]
 MESHES = [
     Mesh(tp=tp, pp=pp, ep=ep) for tp in (1, 2, 4) for pp in (1, 2, 3) for ep in (1, 2, 4) if tp * pp * ep <= 12
-] + [Mesh(dp=2, tp=2)]
+] + [Mesh(dp=2, tp=2), Mesh(tp=3, attention="whole")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}{'-fused' if case[1] else ''}")
@@ -87,12 +87,11 @@ def copies(param: Param, spec: ModelSpec, mesh: Mesh, tied: bool) -> int:
     """How many ranks hold each element of a parameter."""
     count = mesh.dp * mesh.tp * mesh.ep
     for place in param.placements:
-        if isinstance(place, Expert):
-            count //= mesh.ep
-        elif isinstance(place, Vocab) or place.units >= mesh.tp:
-            count //= mesh.tp
+        ranks = mesh.size(place.axis)
+        if isinstance(place, Expert | Vocab) or place.units >= ranks:
+            count //= ranks
         else:
-            count = count // mesh.tp * (mesh.tp // place.units)
+            count = count // ranks * (ranks // place.units)
     return 0 if tied and mesh.pp == 1 and param.name == "head.weight" else count
 
 

@@ -158,6 +158,7 @@ def test_a_plan_holds_what_the_ranks_will_hold(name: str) -> None:
     """Planned bytes by role against the storages that loading reserves, for every mesh that is possible."""
     spec = tiny(name)
     meshes = [Mesh(tp=tp, pp=pp, ep=ep) for tp in (1, 2, 3, 4) for pp in (1, 2, 3) for ep in (1, 2, 4, 8)]
+    meshes += [Mesh(tp=4, pp=pp, attention="whole") for pp in (1, 2)]
     tried = 0
     for mesh in meshes:
         if mesh.pp > spec.num_layers or violations(spec, mesh):
@@ -183,6 +184,8 @@ def test_cache_bytes_by_hand() -> None:
     for tp, heads in ((2, 1), (4, 1)):
         found = make_plan(spec, plain, cluster(tp, 1 << 30), Mesh(tp=tp), context=100, concurrency=5)
         assert {rank.cache for rank in found.ranks} == {3 * heads * kv * 100 * 5}
+    whole = make_plan(spec, plain, cluster(4, 1 << 30), Mesh(tp=4, attention="whole"), context=100, concurrency=5)
+    assert {rank.cache for rank in whole.ranks} == {one.cache}
     pp = make_plan(spec, plain, cluster(3, 1 << 30), Mesh(pp=3), context=100, concurrency=5)
     assert [rank.cache for rank in pp.ranks] == [2 * kv * 100 * 5] * 3
     dp = make_plan(spec, plain, cluster(2, 1 << 30), Mesh(dp=2), context=100, concurrency=5)

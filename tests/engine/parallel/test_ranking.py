@@ -5,6 +5,7 @@ import json
 from functools import lru_cache
 from importlib import resources
 
+import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
@@ -14,7 +15,9 @@ from firstlight.engine.parallel.layouts import Layouts, Objective
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.plan import make_plan
 from firstlight.engine.parallel.ranking import Candidate, Ranker, reason, shown
+from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
+from tests.engine.weights.files import LLAMA
 
 CLUSTERS = ("8xH200", "2x8xH100", "4xB200")
 MODELS = ("deepseek-v3", "mixtral-8x22b", "llama-3.1-405b")
@@ -110,3 +113,23 @@ def test_without_facts_layouts_are_compared_by_size(objective: Objective) -> Non
     assert plan.ranking == ()
     assert plan.estimate.ms_per_token is None
     assert "missing" in plan.estimate.decode.bound_by
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput", "devices"])
+def test_attention_is_whole_by_wish_alone(objective: Objective) -> None:
+    """25 heads on four devices: tp 2 and 4 where the user asks for whole mixers, and nothing else is weighed then."""
+    sizes = {"num_attention_heads": 25, "num_key_value_heads": 5, "hidden_size": 100, "intermediate_size": 128}
+    spec, _ = FAMILIES.describe({**LLAMA, **sizes})
+    on = parse_cluster("4xH200")
+    found, wished = (
+        make_plan(spec, Plain("BF16"), on, objective=objective, attention=attention)  # type: ignore[arg-type]
+        for attention in ("divided", "whole")
+    )
+    assert {one.mesh.attention for one in found.ranking} == {"divided"}
+    assert {one.mesh.attention for one in wished.ranking} == {"whole"}
+    assert {one.mesh.tp for one in found.ranking} == {1}
+    assert {one.mesh.tp for one in wished.ranking} == {1, 2, 4}
+    small = msgspec.structs.replace(on, device=msgspec.structs.replace(on.device, memory_bytes=40_000))
+    tight = make_plan(spec, Plain("BF16"), small, headroom=0.0)
+    assert not tight.fits
+    assert all(mesh is None or mesh.attention == "divided" for mesh in (tight.mesh, tight.nearest))

@@ -22,7 +22,7 @@ EXPERTS = 1e-5
 
 # checkpoint -> (mesh, exchange)
 CASES: dict[str, tuple[tuple[str, str], ...]] = {
-    "llama": (("sp2", "auto"), ("sp3", "auto"), ("tp2 sp2", "auto"), ("pp2 sp2", "auto")),
+    "llama": (("sp2", "auto"), ("sp3", "auto"), ("tp2 sp2", "auto"), ("tp2 sp2 whole", "auto"), ("pp2 sp2", "auto")),
     "llama-rope-dynamic": (("sp2", "auto"),),  # stretched by the length of the whole sequence
     "mistral": (("sp3", "auto"),),  # a window
     "deepseek_v3": (("sp2", "auto"), ("tp2 sp2", "auto"), ("ep4", "all-to-all"), ("sp2 ep2", "all-to-all")),
