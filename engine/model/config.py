@@ -38,6 +38,9 @@ LIMITS = {  # of sizes that are counted one by one; others may be as large as me
 }
 
 
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")  # names of one number
+
+
 class Config:
     """One level of a configuration; `sub` opens a nested level. `unread()` lists keys nobody asked for.
 
@@ -77,7 +80,12 @@ class Config:
         return self.raw.get(key, absent)
 
     def assume(self, **values: Any) -> None:
-        """Sizes that an architecture's releases leave out because its code has them: read as if the file held them."""
+        """What an architecture's own code takes where the file is silent, read from now on as if the file held it.
+
+        A null is no silence, and a number that goes by several names is said under any of them.
+        """
+        if any(name in self.raw for name in SHARED_EXPERTS):
+            values = {key: value for key, value in values.items() if key not in SHARED_EXPERTS}
         for key in values.keys() - self.raw.keys():
             self._note(key)
         self.raw = {**values, **self.raw}

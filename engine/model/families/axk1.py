@@ -8,7 +8,6 @@ from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import (
     MIXTURE,
-    fill_in,
     mixture,
     shared_expert,
     sigmoid_router,
@@ -18,7 +17,6 @@ from firstlight.engine.model.spec import ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     config.only("moe_layer_freq", 1, default=1)
     mixer, sparse = attention(config), sparse_layers(config, 1)
     width = config.size("moe_intermediate_size")
@@ -32,4 +30,10 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE + in_layers({"(mlp.|)post_mlp_layernorm": "post_ffn_norm"})
-FAMILY = Family(name="axk1", model_types=("axk1",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="axk1",
+    model_types=("axk1",),
+    spec=spec,
+    rules=RULES,
+    silent={"axk1": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5}},
+)

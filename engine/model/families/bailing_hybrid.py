@@ -9,7 +9,6 @@ from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.kimi_linear import DELTA_RULES
 from firstlight.engine.model.families.mixtures import (
     MIXTURE,
-    fill_in,
     mixture,
     shared_expert,
     sigmoid_router,
@@ -62,7 +61,6 @@ def latent_attention(config: Config) -> MLA:
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     count, group = config.size("num_hidden_layers"), int(config.get("layer_group_size", 6))
     kinds = layer_kinds(config, "linear_attention", "full_attention")
     kinds = kinds or ["linear_attention" if (i + 1) % group else "full_attention" for i in range(count)]
@@ -122,4 +120,11 @@ RULES = (
     + DENSE
     + MIXTURE
 )
-FAMILY = Family(name="bailing_hybrid", model_types=("bailing_hybrid",), spec=spec, rules=RULES, left_out=extra_layers)
+FAMILY = Family(
+    name="bailing_hybrid",
+    model_types=("bailing_hybrid",),
+    spec=spec,
+    rules=RULES,
+    silent={"bailing_hybrid": {"num_shared_experts": 1, "routed_scaling_factor": 2.5}},
+    left_out=extra_layers,
+)

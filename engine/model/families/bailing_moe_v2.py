@@ -34,7 +34,6 @@ def experts(config: Config) -> MoE:
 
 
 def spec(config: Config) -> ModelSpec:
-    config.assume(num_shared_experts=1, n_group=8, topk_group=4)
     config.only("use_sliding_window", False, default=False)
     config.only("norm_head", False, default=False)
     for key in ("sliding_window", "max_window_layers", "output_dropout", "mtp_loss_scaling_factor"):
@@ -61,4 +60,11 @@ RULES = (
     *MIXTURE,
 )
 TYPES = ("bailing_moe_v2", "bailing_moe")
-FAMILY = Family(name="bailing_moe_v2", model_types=TYPES, spec=spec, rules=RULES, left_out=extra_layers)
+FAMILY = Family(
+    name="bailing_moe_v2",
+    model_types=TYPES,
+    spec=spec,
+    rules=RULES,
+    silent={name: {"num_shared_experts": 1, "n_group": 8, "topk_group": 4} for name in TYPES},
+    left_out=extra_layers,
+)

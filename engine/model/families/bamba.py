@@ -35,4 +35,6 @@ RULES = (
     + FEED_FORWARD
     + in_layers({"input_layernorm": "mixer_norm", "pre_ff_layernorm": "ffn_norm"})
 )
-FAMILY = Family(name="bamba", model_types=("bamba",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="bamba", model_types=("bamba",), spec=spec, rules=RULES, silent={"bamba": {"num_key_value_heads": 8}}
+)

@@ -4,7 +4,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, mlp
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, mixture, router, shared_expert, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert, sparse_layers
 from firstlight.engine.model.spec import ModelSpec, MoE
 
 
@@ -27,11 +27,16 @@ def _experts(config: Config) -> MoE:
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     mixer, dense, moe, sparse = attention(config), mlp(config), _experts(config), sparse_layers(config)
     config.only("mlp_bias", False, default=False)
     return decoder(config, "deepseek_v2", lambda i: mixer, lambda i: moe if sparse[i] else dense)
 
 
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE
-FAMILY = Family(name="deepseek_v2", model_types=("deepseek_v2",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="deepseek_v2",
+    model_types=("deepseek_v2",),
+    spec=spec,
+    rules=RULES,
+    silent={"deepseek_v2": {"n_shared_experts": 2}},
+)

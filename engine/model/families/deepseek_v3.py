@@ -10,7 +10,6 @@ from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, mlp, 
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import (
     MIXTURE,
-    fill_in,
     mixture,
     shared_expert,
     sigmoid_router,
@@ -72,7 +71,6 @@ def with_extra_layers(config: Config, model: ModelSpec, extra: LayerSpec, ends: 
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     mixer, dense, moe = attention(config), mlp(config), experts(config)
     sparse = sparse_layers(config, 3)
     plain = decoder(config, "deepseek_v3", lambda i: mixer, lambda i: moe if sparse[i] else dense)
@@ -109,6 +107,13 @@ MLA_RULES = (
     rule(_A + "kv_a_layernorm.weight", _P + "kv_a_norm.weight"),
 )
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE
+_V3 = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
+SILENT = {"deepseek_v3": _V3, "kimi_k2": _V3}
 FAMILY = Family(
-    name="deepseek_v3", model_types=("deepseek_v3", "kimi_k2"), spec=spec, rules=RULES, left_out=extra_layers
+    name="deepseek_v3",
+    model_types=("deepseek_v3", "kimi_k2"),
+    spec=spec,
+    rules=RULES,
+    silent=SILENT,
+    left_out=extra_layers,
 )

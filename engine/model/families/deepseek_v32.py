@@ -6,7 +6,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention, experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
 from firstlight.engine.model.spec import MLA, Indexer, ModelSpec, Norm
 
 DEFAULTS = {"deepseek_v32": (False, 1e-6), "glm_moe_dsa": (True, 1e-5)}  # the indexer's pairs are neighbours; epsilon
@@ -29,7 +29,6 @@ def _own(config: Config) -> list[bool]:
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     model_type = str(config.need("model_type"))
     neighbours, eps = DEFAULTS[model_type]
     latent, dense, moe = attention(config), mlp(config), experts(config)
@@ -68,4 +67,10 @@ def spec(config: Config) -> ModelSpec:
 _NAMES = {"wq_b": "q", "wk": "k", "k_norm": "k_norm", "weights_proj": "weights"}
 INDEXER_RULES = in_layers({f"self_attn.indexer.{theirs}": f"mixer.indexer.{ours}" for theirs, ours in _NAMES.items()})
 RULES = TRUNK + MLA_RULES + INDEXER_RULES + DENSE + MIXTURE
-FAMILY = Family(name="deepseek_v32", model_types=tuple(DEFAULTS), spec=spec, rules=RULES, left_out=extra_layers)
+SILENT = {
+    "deepseek_v32": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    "glm_moe_dsa": {"q_lora_rank": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+}
+FAMILY = Family(
+    name="deepseek_v32", model_types=tuple(DEFAULTS), spec=spec, rules=RULES, silent=SILENT, left_out=extra_layers
+)

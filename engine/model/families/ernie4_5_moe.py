@@ -3,12 +3,11 @@
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, head_dim, mlp, rms, rope
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, mixture, router, shared_expert
+from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert
 from firstlight.engine.model.spec import FeedForward, ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     bias = bool(config.get("use_bias", False))
     attention = gqa(
         config,
@@ -41,4 +40,10 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + DENSE + MIXTURE
-FAMILY = Family(name="ernie4_5_moe", model_types=("ernie4_5_moe",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="ernie4_5_moe",
+    model_types=("ernie4_5_moe",),
+    spec=spec,
+    rules=RULES,
+    silent={"ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_shared_experts": 2}},
+)

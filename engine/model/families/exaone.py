@@ -11,13 +11,13 @@ OLDER = {  # the keys of EXAONE's releases
     "rms_norm_eps": "layer_norm_epsilon",
     "hidden_act": "activation_function",
 }
-SILENT = {"exaone": (500000.0, None), "iquestcoder": (10000.0, 128)}  # rotary base, width of a head
+DEFAULTS = {"exaone": (500000.0, None), "iquestcoder": (10000.0, 128)}  # rotary base, width of a head
 
 
 def spec(config: Config) -> ModelSpec:
     config.assume(**{ours: config.get(theirs) for ours, theirs in OLDER.items() if theirs in config})
     model_type = str(config.need("model_type"))
-    theta, width = SILENT[model_type]
+    theta, width = DEFAULTS[model_type]
     config.only("use_sliding_window", False, default=False)
     config.only("clip_qkv", None)
     own, bias = config.size("hidden_size") // config.size("num_attention_heads"), config.get("attention_bias", False)
@@ -50,4 +50,10 @@ RULES = (
     rule("transformer.ln_f.weight", "norm.weight"),
     *in_layers(_NAMES, "transformer.h.{i}."),
 )
-FAMILY = Family(name="exaone", model_types=tuple(SILENT), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="exaone",
+    model_types=tuple(DEFAULTS),
+    spec=spec,
+    rules=RULES,
+    silent={name: {"num_key_value_heads": 8} for name in DEFAULTS},
+)

@@ -64,4 +64,10 @@ RULES = (
     + FEED_FORWARD
     + in_layers({"input_layernorm": "mixer_norm", "pre_ff_layernorm": "ffn_norm"})
 )
-FAMILY = Family(name="falcon_h1", model_types=("falcon_h1",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="falcon_h1",
+    model_types=("falcon_h1",),
+    spec=spec,
+    rules=RULES,
+    silent={"falcon_h1": {"num_key_value_heads": 8}},
+)

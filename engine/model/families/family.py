@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,13 +16,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture: how its configuration becomes a `ModelSpec` and which tensors fill which parameters.
 
     `model_types` are the values of `model_type` it answers to. `spec(config, *nested)` gets the specs of the nested
-    models named by `parts`, whose rules come along. `left_out` adds rules that depend on the configuration: tensors
-    nobody consumes, with the reason, and names that mean one thing here and another there.
+    models named by `parts`, whose rules come along. `silent` says, by model type, what its own code takes where
+    config.json lacks a key and most of its kin take another value; `config` holds it when `spec` is called. `left_out`
+    adds rules that depend on the configuration: tensors nobody consumes, with the reason, and names that mean one
+    thing here and another there.
     """
 
     name: str
     model_types: tuple[str, ...]
     spec: Callable[..., ModelSpec]
     rules: tuple[WeightRule, ...]
+    silent: Mapping[str, Mapping[str, Any]] = {}
     parts: tuple[Part, ...] = ()
     left_out: Callable[[Config], tuple[WeightRule, ...]] | None = None

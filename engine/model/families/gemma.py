@@ -98,8 +98,6 @@ def _score_cap(config: Config, kind: Kind) -> float | None:
 def spec(config: Config) -> ModelSpec:
     model_type = str(config.get("model_type", "gemma3_text"))
     kind = KINDS[model_type]
-    if model_type == "gemma3_text":
-        config.assume(**GEMMA3)
     norm = Norm(eps=float(config.get("rms_norm_eps", 1e-6)), offset=1.0)
     windows, bias = _windows(config, kind), bool(config.get("attention_bias", False))
     feed_forward = mlp(config, activation=_activation(config))
@@ -146,4 +144,9 @@ def norm_names(config: Config) -> tuple[WeightRule, ...]:
 
 
 RULES = ENDS + ATTENTION + QK_NORM + DENSE
-FAMILY = Family(name="gemma", model_types=tuple(KINDS), spec=spec, rules=RULES, left_out=norm_names)
+SILENT = {
+    "gemma2": {"num_key_value_heads": 4},
+    "gemma3_text": GEMMA3,
+    "vaultgemma": {"num_key_value_heads": 4},
+}
+FAMILY = Family(name="gemma", model_types=tuple(KINDS), spec=spec, rules=RULES, silent=SILENT, left_out=norm_names)

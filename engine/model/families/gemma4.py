@@ -146,4 +146,11 @@ _INPUTS = (
 )
 SCALE = rule(_L + "layer_scalar", "layers.{i}.output_scale")
 RULES = (*ENDS, *ATTENTION, *QK_NORM, *DENSE, *SANDWICH_NORMS, *_INPUTS, SCALE)
-FAMILY = Family(name="gemma4", model_types=("gemma4_text",), spec=spec, rules=RULES, left_out=by_layers)
+FAMILY = Family(
+    name="gemma4",
+    model_types=("gemma4_text",),
+    spec=spec,
+    rules=RULES,
+    silent={"gemma4_text": {"num_key_value_heads": 4}},
+    left_out=by_layers,
+)

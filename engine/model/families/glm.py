@@ -53,4 +53,7 @@ RULES = (
         }
     )
 )
-FAMILY = Family(name="glm", model_types=("glm", "glm4", "glm4v_text"), spec=spec, rules=RULES)
+TYPES = ("glm", "glm4", "glm4v_text")
+FAMILY = Family(
+    name="glm", model_types=TYPES, spec=spec, rules=RULES, silent={name: {"num_key_value_heads": 2} for name in TYPES}
+)

@@ -15,12 +15,11 @@ from firstlight.engine.model.families.common import (
 )
 from firstlight.engine.model.families.deepseek_v3 import experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     norm, dense, moe, sparse = rms(config, 1e-5), mlp(config), experts(config), sparse_layers(config, 1)
     attention = gqa(
         config,
@@ -34,4 +33,8 @@ def spec(config: Config) -> ModelSpec:
 
 RULES = TRUNK + ATTENTION + QK_NORM + DENSE + MIXTURE
 MODEL_TYPES = ("glm4_moe", "glm4v_moe_text")
-FAMILY = Family(name="glm4_moe", model_types=MODEL_TYPES, spec=spec, rules=RULES, left_out=extra_layers)
+SILENT = {
+    "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1},
+    "glm4v_moe_text": {"num_key_value_heads": 8, "n_shared_experts": 1, "attention_bias": True},
+}
+FAMILY = Family(name="glm4_moe", model_types=MODEL_TYPES, spec=spec, rules=RULES, silent=SILENT, left_out=extra_layers)

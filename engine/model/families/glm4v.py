@@ -119,4 +119,11 @@ RULES: tuple[WeightRule, ...] = (
     ),
 )
 TEXT = Part(key="text_config", prefix="(model.language_model.|language_model.|)", default="glm4v_text", flat=True)
-FAMILY = Family(name="glm4v", model_types=("glm4v", "glm4v_moe", "glm46v"), spec=spec, rules=RULES, parts=(TEXT,))
+FAMILY = Family(
+    name="glm4v",
+    model_types=("glm4v", "glm4v_moe", "glm46v"),
+    spec=spec,
+    rules=RULES,
+    silent={"glm4v": {"num_key_value_heads": 2}},
+    parts=(TEXT,),
+)

@@ -19,7 +19,6 @@ def _with_keys(mixer: Mixer | None, one: bool) -> Attention:
 
 
 def spec(config: Config) -> ModelSpec:
-    config.assume(activation_function="gelu_pytorch_tanh")
     for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner"):
         config.get(key)  # in which type an exact computation is done
     for key in (
@@ -60,4 +59,11 @@ def projections(config: Config) -> tuple[WeightRule, ...]:
     return tuple(rule(f"{_L}attn.c_attn.{kind}", *(f"{part}.{kind}" for part in parts)) for kind in ("weight", "bias"))
 
 
-FAMILY = Family(name="gpt_bigcode", model_types=("gpt_bigcode",), spec=spec, rules=RULES, left_out=projections)
+FAMILY = Family(
+    name="gpt_bigcode",
+    model_types=("gpt_bigcode",),
+    spec=spec,
+    rules=RULES,
+    silent={"gpt_bigcode": {"activation_function": "gelu_pytorch_tanh"}},
+    left_out=projections,
+)

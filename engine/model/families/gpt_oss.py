@@ -88,4 +88,6 @@ EXPERTS = (
 )
 SINKS = (rule("(model.|)layers.{i}.self_attn.sinks", "layers.{i}.mixer.sinks"),)
 RULES = TRUNK + ATTENTION + SINKS + ROUTER + EXPERTS
-FAMILY = Family(name="gpt_oss", model_types=("gpt_oss",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="gpt_oss", model_types=("gpt_oss",), spec=spec, rules=RULES, silent={"gpt_oss": {"num_key_value_heads": 8}}
+)

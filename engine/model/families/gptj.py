@@ -23,7 +23,6 @@ def spec(config: Config) -> ModelSpec:
         config.get(key)  # of training or of a classification head, or without effect in the reference
     for key in ("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"):
         config.get(key)
-    config.assume(rotary_dim=64)
     rotated = config.size("rotary_dim")
     if rotated > hidden // heads:
         config.refuse("rotary_dim", rotated, f"at most the {hidden // heads} of a head")
@@ -63,4 +62,4 @@ RULES = (
     *in_layers(_NAMES, _T + "h.{i}."),
     ignored(_T + "h.{i}.attn.(bias|masked_bias|embed_positions)", "mask and positions, computed"),
 )
-FAMILY = Family(name="gptj", model_types=("gptj",), spec=spec, rules=RULES)
+FAMILY = Family(name="gptj", model_types=("gptj",), spec=spec, rules=RULES, silent={"gptj": {"rotary_dim": 64}})

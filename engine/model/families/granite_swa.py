@@ -96,4 +96,10 @@ RULES = (
     *in_layers({"post_norm1": "post_mixer_norm", "post_norm2": "post_ffn_norm"}),
     rule("(model.|)layers.{i}.self_attn.sinks", "layers.{i}.mixer.sinks"),
 )
-FAMILY = Family(name="granite_swa", model_types=(WINDOWED, MIXED, CLOVA), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="granite_swa",
+    model_types=(WINDOWED, MIXED, CLOVA),
+    spec=spec,
+    rules=RULES,
+    silent={WINDOWED: {"num_key_value_heads": 4}},
+)

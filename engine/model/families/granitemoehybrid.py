@@ -10,7 +10,6 @@ from firstlight.engine.model.spec import MLP, FeedForward, Mixer, ModelSpec
 
 
 def spec(config: Config) -> ModelSpec:
-    config.assume(rms_norm_eps=1e-6)
     bias, count = bool(config.get("attention_bias", False)), config.size("num_hidden_layers")
     rotates = config.only("position_embedding_type", "rope", "nope", None) == "rope"
     for key in ("rope_parameters", "rope_theta", "rope_scaling"):
@@ -58,5 +57,6 @@ FAMILY = Family(
     model_types=("granitemoehybrid",),
     spec=spec,
     rules=RULES,
+    silent={"granitemoehybrid": {"num_local_experts": 8, "rms_norm_eps": 1e-6}},
     left_out=lambda config: () if int(config.get("num_local_experts", 0)) else ALONE,
 )

@@ -63,4 +63,6 @@ RULES = (
     + EXPERTS
     + in_layers({"input_layernorm": "mixer_norm", "pre_ff_layernorm": "ffn_norm"})
 )
-FAMILY = Family(name="jamba", model_types=("jamba",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="jamba", model_types=("jamba",), spec=spec, rules=RULES, silent={"jamba": {"num_key_value_heads": 8}}
+)

@@ -72,4 +72,6 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + QK_NORM + DENSE + MIXTURE + in_layers({"self_attn.g_proj": "mixer.gate"})
-FAMILY = Family(name="laguna", model_types=("laguna",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="laguna", model_types=("laguna",), spec=spec, rules=RULES, silent={"laguna": {"num_key_value_heads": 8}}
+)

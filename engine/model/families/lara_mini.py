@@ -50,4 +50,10 @@ RULES = (
     *DELTA_RULES,
     *MIXTURE,
 )
-FAMILY = Family(name="lara_mini", model_types=("lara_mini",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="lara_mini",
+    model_types=("lara_mini",),
+    spec=spec,
+    rules=RULES,
+    silent={"lara_mini": {"num_key_value_heads": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 16}},
+)

@@ -24,7 +24,7 @@ from firstlight.engine.model.families.deepseek_v3 import (
     with_extra_layers,
 )
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import MIXTURE, fill_in, mixture, router, shared_expert, sparse_layers
+from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert, sparse_layers
 from firstlight.engine.model.spec import MLA, ModelSpec, MoE
 
 ROPE = {  # Mistral 4's
@@ -86,7 +86,6 @@ def _dense(config: Config, model_type: str) -> ModelSpec:
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     model_type = str(config.need("model_type"))
     if model_type in ("minicpm3", "youtu"):
         return _dense(config, model_type)
@@ -100,10 +99,16 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE
+SILENT = {
+    "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
+    "minicpm3": {"q_lora_rank": 768},
+    "mistral4": {"q_lora_rank": 1024, "n_shared_experts": 1},
+}
 FAMILY = Family(
     name="latent_kin",
     model_types=("glm4_moe_lite", "minicpm3", "mistral4", "youtu"),
     spec=spec,
     rules=RULES,
+    silent=SILENT,
     left_out=extra_layers,
 )

@@ -87,4 +87,10 @@ RULES = (
     rule(_L + "feed_forward.gate.weight", _F + "router.weight"),
     rule(_L + "feed_forward.expert_bias", _F + "router.correction_bias"),
 )
-FAMILY = Family(name="lfm2", model_types=("lfm2", "lfm2_moe"), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="lfm2",
+    model_types=("lfm2", "lfm2_moe"),
+    spec=spec,
+    rules=RULES,
+    silent={"lfm2": {"num_key_value_heads": 8}, "lfm2_moe": {"num_key_value_heads": 8, "intermediate_size": 7168}},
+)

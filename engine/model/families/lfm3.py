@@ -68,4 +68,4 @@ RULES: tuple[WeightRule, ...] = (
     *in_layers({"self_attn.o_proj": "mixer.o", "self_attn.(gate_proj|g_proj)": "mixer.gate"}),
     *in_layers({f"self_attn.{part}_norm": f"mixer.{part}_norm" for part in "qk"}),
 )
-FAMILY = Family(name="lfm3", model_types=("lfm3",), spec=spec, rules=RULES)
+FAMILY = Family(name="lfm3", model_types=("lfm3",), spec=spec, rules=RULES, silent={"lfm3": {"num_key_value_heads": 4}})

@@ -101,4 +101,10 @@ RULES = (
         ),
     )
 )
-FAMILY = Family(name="llama4", model_types=("llama4_text",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="llama4",
+    model_types=("llama4_text",),
+    spec=spec,
+    rules=RULES,
+    silent={"llama4_text": {"num_key_value_heads": 8}},
+)

@@ -145,4 +145,13 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + DENSE
-FAMILY = Family(name="llama_kin", model_types=tuple(KIN), spec=spec, rules=RULES)
+SILENT = {
+    "cwm": {"num_key_value_heads": 8, "sliding_window": 8192},
+    "ernie4_5": {"num_key_value_heads": 2},
+    "internlm3": {"num_key_value_heads": 2},
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {"num_key_value_heads": 8},
+    "seed_oss": {"num_key_value_heads": 8},
+    "smollm3": {"num_key_value_heads": 4},
+}
+FAMILY = Family(name="llama_kin", model_types=tuple(KIN), spec=spec, rules=RULES, silent=SILENT)

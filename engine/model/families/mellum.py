@@ -60,4 +60,6 @@ RULES = (
     *MIXTURE,
     ignored("mtp.{*}", "multi-token-prediction layer, not used for inference"),
 )
-FAMILY = Family(name="mellum", model_types=("mellum",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="mellum", model_types=("mellum",), spec=spec, rules=RULES, silent={"mellum": {"num_key_value_heads": 4}}
+)

@@ -89,4 +89,11 @@ def spec(config: Config) -> ModelSpec:
 
 SINKS = rule("(model.|)layers.{i}.self_attn.(sinks|attention_sink_bias)", "layers.{i}.mixer.sinks")
 RULES = (*TRUNK, *ATTENTION, SINKS, *DENSE, *MIXTURE)
-FAMILY = Family(name="mimo_v2_flash", model_types=("mimo_v2_flash",), spec=spec, rules=RULES, left_out=extra_layers)
+FAMILY = Family(
+    name="mimo_v2_flash",
+    model_types=("mimo_v2_flash",),
+    spec=spec,
+    rules=RULES,
+    silent={"mimo_v2_flash": {"num_key_value_heads": 4}},
+    left_out=extra_layers,
+)

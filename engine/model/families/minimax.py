@@ -53,4 +53,6 @@ LIGHTNING_RULES = (
     ignored(_A + "(slope_rate|query_decay|key_decay|diagonal_decay)", "recomputed from the configuration"),
 )
 RULES = TRUNK + ATTENTION + LIGHTNING_RULES + MIXTURE
-FAMILY = Family(name="minimax", model_types=("minimax",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="minimax", model_types=("minimax",), spec=spec, rules=RULES, silent={"minimax": {"num_key_value_heads": 8}}
+)

@@ -21,4 +21,10 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + QK_NORM + MIXTURE
-FAMILY = Family(name="minimax_m2", model_types=("minimax_m2",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="minimax_m2",
+    model_types=("minimax_m2",),
+    spec=spec,
+    rules=RULES,
+    silent={"minimax_m2": {"num_key_value_heads": 8}},
+)

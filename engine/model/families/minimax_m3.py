@@ -129,4 +129,10 @@ RULES = (
     ),
     ignored("(model.|)mtp.{*}", "multi-token-prediction layer, not used for inference"),
 )
-FAMILY = Family(name="minimax_m3", model_types=("minimax_m3_vl_text",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="minimax_m3",
+    model_types=("minimax_m3_vl_text",),
+    spec=spec,
+    rules=RULES,
+    silent={"minimax_m3_vl_text": {"num_key_value_heads": 4}},
+)

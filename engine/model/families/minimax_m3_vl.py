@@ -102,6 +102,12 @@ TEXT = Part(
     default="minimax_m3_vl_text",
     flat=True,
 )
+TYPES = ("minimax_m3_vl", "minimax_m3")
 FAMILY = Family(
-    name="minimax_m3_vl", model_types=("minimax_m3_vl", "minimax_m3"), spec=spec, rules=RULES, parts=(TEXT,)
+    name="minimax_m3_vl",
+    model_types=TYPES,
+    spec=spec,
+    rules=RULES,
+    silent={name: {"num_key_value_heads": 4} for name in TYPES},
+    parts=(TEXT,),
 )

@@ -13,4 +13,6 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + DENSE
-FAMILY = Family(name="mistral", model_types=("mistral",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="mistral", model_types=("mistral",), spec=spec, rules=RULES, silent={"mistral": {"num_key_value_heads": 8}}
+)

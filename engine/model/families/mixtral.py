@@ -33,4 +33,6 @@ RULES = (
     + experts("block_sparse_moe", "w1", "w3", "w2")
     + experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
-FAMILY = Family(name="mixtral", model_types=("mixtral",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="mixtral", model_types=("mixtral",), spec=spec, rules=RULES, silent={"mixtral": {"num_key_value_heads": 8}}
+)

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from firstlight.engine.model.config import Config
+from firstlight.engine.model.config import SHARED_EXPERTS, Config
 from firstlight.engine.model.families.common import activation
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLP, MoE, Router
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
-SILENT: Mapping[str, Mapping[str, Any]] = {  # what an architecture's own code takes where config.json is silent
-    "afmoe": {"num_shared_experts": 2},
-    "axk1": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "bailing_hybrid": {"num_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "deepseek_v2": {"n_shared_experts": 2},
-    "deepseek_v3": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "deepseek_v32": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "dots1": {"norm_topk_prob": False},
-    "ernie4_5_moe": {"moe_num_shared_experts": 2},
-    "exaone_moe": {"num_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "glm4_moe": {"n_shared_experts": 1},
-    "glm4_moe_lite": {"n_shared_experts": 1, "routed_scaling_factor": 1.8},
-    "glm4v_moe_text": {"n_shared_experts": 1, "attention_bias": True},
-    "glm_moe_dsa": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "hy_v3": {"num_shared_experts": 1, "router_scaling_factor": 2.826},
-    "kimi_k2": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "mistral4": {"n_shared_experts": 1},
-    "sarvam_mla": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "sarvam_moe": {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "solar_open": {"n_shared_experts": 1},
-}
-SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
 def router(config: Config, **fields: Any) -> Router:
     """A router from the usual keys; `fields` overrides or adds."""
     return Router(**{"top_k": fields.get("top_k") or config.size(*CHOSEN), **fields})
-
-
-def fill_in(config: Config) -> None:
-    """Read what the file leaves out as the architecture's own code does; to be called before anything is read."""
-    own = SILENT.get(str(config.get("model_type")), {})
-    told = any(key in config.raw for key in SHARED)  # under whatever name
-    config.assume(**{key: value for key, value in own.items() if key not in SHARED or not told})
 
 
 def sigmoid_router(config: Config, scale: str = "routed_scaling_factor", **fields: Any) -> Router:
@@ -88,7 +58,7 @@ def mixture(config: Config, chooses: Router, width: str = "moe_intermediate_size
 
 def shared_expert(config: Config, width: int, **fields: Any) -> MLP | None:
     """The shared expert as wide as so many routed ones of `width`; None without any."""
-    count = next((int(config.get(key)) for key in SHARED if key in config), 0)
+    count = next((int(config.get(key)) for key in SHARED_EXPERTS if key in config), 0)
     return MLP(intermediate=width * count, activation=activation(config), **fields) if count else None
 
 

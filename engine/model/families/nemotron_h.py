@@ -120,4 +120,10 @@ RULES = (
     rule(_L + "fc1_latent_proj.weight", _F + "latent.down.weight"),
     rule(_L + "fc2_latent_proj.weight", _F + "latent.up.weight"),
 )
-FAMILY = Family(name="nemotron_h", model_types=("nemotron_h",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    spec=spec,
+    rules=RULES,
+    silent={"nemotron_h": {"num_key_value_heads": 8}},
+)

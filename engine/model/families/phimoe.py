@@ -26,4 +26,6 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + MIXTURE
-FAMILY = Family(name="phimoe", model_types=("phimoe",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="phimoe", model_types=("phimoe",), spec=spec, rules=RULES, silent={"phimoe": {"num_key_value_heads": 8}}
+)

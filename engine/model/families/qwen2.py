@@ -32,11 +32,16 @@ def windows(config: Config) -> list[int | None]:
 def spec(config: Config) -> ModelSpec:
     if config.get("model_type") in OF_PICTURES:
         silent_rope(config, rope_type="default", rope_theta=1000000.0)
-        config.assume(rms_norm_eps=1e-5)
     window = windows(config)
     feed_forward = mlp(config)
     return decoder(config, "qwen2", lambda i: gqa(config, qkv_bias=True, window=window[i]), lambda i: feed_forward)
 
 
 RULES = TRUNK + ATTENTION + DENSE
-FAMILY = Family(name="qwen2", model_types=("qwen2", *OF_PICTURES), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="qwen2",
+    model_types=("qwen2", *OF_PICTURES),
+    spec=spec,
+    rules=RULES,
+    silent={name: {"num_key_value_heads": 8, "rms_norm_eps": 1e-5} for name in OF_PICTURES},
+)

@@ -113,4 +113,12 @@ RULES: tuple[WeightRule, ...] = (
     *both(VISION_PREFIX + "merger.mlp.2", "projector.1"),
 )
 TEXT = Part(key="text_config", prefix="(model.language_model.|language_model.|)", default="qwen2", flat=True)
-FAMILY = Family(name="qwen2_vl", model_types=("qwen2_vl", "qwen2_5_vl"), spec=spec, rules=RULES, parts=(TEXT,))
+TYPES = ("qwen2_vl", "qwen2_5_vl")
+FAMILY = Family(
+    name="qwen2_vl",
+    model_types=TYPES,
+    spec=spec,
+    rules=RULES,
+    silent={name: {"num_key_value_heads": 8} for name in TYPES},
+    parts=(TEXT,),
+)

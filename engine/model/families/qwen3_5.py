@@ -32,4 +32,10 @@ def spec(config: Config) -> ModelSpec:
     return msgspec.structs.replace(found, mtp=(extra,) * count, mtp_ends=ends)
 
 
-FAMILY = Family(name="qwen3_5", model_types=("qwen3_5_text", "qwen3_5_moe_text"), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="qwen3_5",
+    model_types=("qwen3_5_text", "qwen3_5_moe_text"),
+    spec=spec,
+    rules=RULES,
+    silent={"qwen3_5_text": {"num_key_value_heads": 4}, "qwen3_5_moe_text": {"num_key_value_heads": 2}},
+)

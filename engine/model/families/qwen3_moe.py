@@ -38,4 +38,10 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + QK_NORM + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj")
-FAMILY = Family(name="qwen3_moe", model_types=("qwen3_moe", "qwen3_vl_moe_text"), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="qwen3_moe",
+    model_types=("qwen3_moe", "qwen3_vl_moe_text"),
+    spec=spec,
+    rules=RULES,
+    silent={"qwen3_moe": {"num_key_value_heads": 4}},
+)

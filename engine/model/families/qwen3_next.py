@@ -144,4 +144,10 @@ RULES = (
     + experts("mlp", "gate_proj", "up_proj", "down_proj")
     + (ignored("mtp.{*}", "multi-token-prediction layer, not used for inference"),)
 )
-FAMILY = Family(name="qwen3_next", model_types=("qwen3_next",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="qwen3_next",
+    model_types=("qwen3_next",),
+    spec=spec,
+    rules=RULES,
+    silent={"qwen3_next": {"num_key_value_heads": 2}},
+)

@@ -15,7 +15,6 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.silence import assumed
 from firstlight.engine.model.foreign import Foreign, ForeignSpec
 from firstlight.engine.model.rules import Matcher, Part, WeightRule, under
 from firstlight.engine.model.spec import ModelSpec
@@ -242,8 +241,8 @@ class Families(Mapping[str, Family]):
         return spec, Matcher(rules)
 
     def _spec(self, family: Family, config: Config) -> ModelSpec:
+        config.assume(**family.silent.get(str(config.raw.get("model_type")), {}))
         inner = [self._spec(*self._nested(part, config)) for part in family.parts]
-        assumed(config)
         try:
             # Values go into the spec as they are written; to JSON and back checks the type of each.
             return msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)
@@ -261,7 +260,9 @@ class Families(Mapping[str, Family]):
         if part.flat and part.key not in config and part.default is not None:
             return self[part.default], config
         nested = config.sub(part.key)
-        return self.of(nested, part.default), nested
+        if part.default is not None:
+            nested.assume(model_type=part.default)
+        return self.of(nested), nested
 
 
 def _unusable(family: Family, config: Config, error: Exception) -> Finding:

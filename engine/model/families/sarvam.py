@@ -5,7 +5,7 @@ from firstlight.engine.model.families import bailing_moe_v2, deepseek_v3
 from firstlight.engine.model.families.common import ATTENTION, QK_NORM, decoder, gqa, mlp, rms, rope, silent_rope
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import fill_in, sparse_layers
+from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
 
@@ -26,7 +26,6 @@ def _grouped(config: Config) -> ModelSpec:
 
 
 def _latent(config: Config) -> ModelSpec:
-    config.assume(q_lora_rank=None, first_k_dense_replace=1)
     config.get("q_head_dim")  # follows from the others
     return deepseek_v3.spec(config)
 
@@ -35,9 +34,19 @@ READINGS = {"sarvam_moe": _grouped, "sarvam_mla": _latent}
 
 
 def spec(config: Config) -> ModelSpec:
-    fill_in(config)
     return READINGS[str(config.need("model_type"))](config)
 
 
 RULES = bailing_moe_v2.RULES + ATTENTION + QK_NORM + MLA_RULES
-FAMILY = Family(name="sarvam", model_types=tuple(READINGS), spec=spec, rules=RULES, left_out=extra_layers)
+SILENT = {
+    "sarvam_moe": {"num_key_value_heads": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    "sarvam_mla": {
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+    },
+}
+FAMILY = Family(
+    name="sarvam", model_types=tuple(READINGS), spec=spec, rules=RULES, silent=SILENT, left_out=extra_layers
+)

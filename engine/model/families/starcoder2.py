@@ -27,4 +27,10 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + ATTENTION + in_layers({"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"})
-FAMILY = Family(name="starcoder2", model_types=("starcoder2",), spec=spec, rules=RULES)
+FAMILY = Family(
+    name="starcoder2",
+    model_types=("starcoder2",),
+    spec=spec,
+    rules=RULES,
+    silent={"starcoder2": {"num_key_value_heads": 2}},
+)
