@@ -3,7 +3,17 @@
 import msgspec
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import DENSE, TRUNK, activation, decoder, in_layers, mlp, rms, rope
+from firstlight.engine.model.families.common import (
+    DENSE,
+    TRUNK,
+    activation,
+    decoder,
+    in_layers,
+    mlp,
+    one_a_layer,
+    rms,
+    rope,
+)
 from firstlight.engine.model.families.deepseek_v3 import score_scale
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.kimi_linear import DELTA_RULES
@@ -63,9 +73,8 @@ def latent_attention(config: Config) -> MLA:
 def spec(config: Config) -> ModelSpec:
     count, group = config.size("num_hidden_layers"), int(config.get("layer_group_size", 6))
     kinds = layer_kinds(config, "linear_attention", "full_attention")
-    kinds = kinds or ["linear_attention" if (i + 1) % group else "full_attention" for i in range(count)]
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
+    regular = ["linear_attention" if (i + 1) % group else "full_attention" for i in range(count)]
+    kinds = one_a_layer(config, "layer_types", kinds or regular)
     delta, latent, plain = delta_attention(config), latent_attention(config), mlp(config)
     width, sparse = config.size("moe_intermediate_size"), sparse_layers(config, 2)
     router = sigmoid_router(

@@ -1,7 +1,18 @@
 """Bamba: Mamba 2 layers, some of attention with half of each head rotated, an MLP behind each."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, ENDS, decoder, gqa, head_dim, in_layers, mlp, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    ENDS,
+    decoder,
+    gqa,
+    head_dim,
+    in_layers,
+    mlp,
+    one_a_layer,
+    rms,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.state_spaces import MAMBA2_RULES, layer_kinds, mamba2
 from firstlight.engine.model.spec import Mixer, ModelSpec
@@ -15,13 +26,15 @@ def spec(config: Config) -> ModelSpec:
     attention = gqa(config, rope=rope(config, rotated, partial=1.0), qkv_bias=bias, output_bias=bias)
     indices = set(config.get("attn_layer_indices", ()))
     count, kinds = config.size("num_hidden_layers"), layer_kinds(config, "linear_attention", "full_attention")
-    full = {i for i, kind in enumerate(kinds) if kind == "full_attention"} if kinds else indices
-    if not full <= set(range(count)):
-        config.refuse("attn_layer_indices", sorted(full), f"numbers of the {count} layers")
+    if kinds is not None:
+        kinds = one_a_layer(config, "layer_types", kinds)
+        indices = {index for index, kind in enumerate(kinds) if kind == "full_attention"}
+    if not indices <= set(range(count)):
+        config.refuse("attn_layer_indices", sorted(indices), f"numbers of the {count} layers")
     state, feed_forward = mamba2(config), mlp(config, bias=bool(config.get("mlp_bias", False)))
 
     def mixer(index: int) -> Mixer:
-        return attention if index in full else state
+        return attention if index in indices else state
 
     config.get("z_loss_coefficient"), config.get("num_logits_to_keep")  # of training, and of how many logits to compute
     return decoder(config, "bamba", mixer, lambda i: feed_forward, norm=rms(config, 1e-5))

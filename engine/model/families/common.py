@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from firstlight.engine.model.config import Config
@@ -246,17 +246,24 @@ def layer_norm(config: Config, key: str, default: float = 1e-5, **fields: Any) -
     return Norm(kind="layer", eps=config.positive(key, config.get(key, default)), **{"bias": True, **fields})
 
 
+def one_a_layer(config: Config, key: str, values: Sequence[Any], *known: str) -> list[Any]:
+    """`values`, which `key` holds: as many as layers and, where `known` are given, each one of these; else refused."""
+    for value in values:
+        if known and value not in known:
+            config.unsupported(key, value, " or ".join(known))
+    count = config.size("num_hidden_layers")
+    if len(values) != count:
+        config.refuse(key, f"{len(values)} entries", f"{count} entries, one a layer")
+    return list(values)
+
+
 def layer_windows(config: Config, window: int | None) -> list[int | None]:
     """The window of each layer: `layer_types` decides where present, else every layer has `window`."""
-    count = config.size("num_hidden_layers")
     types = config.get("layer_types")
     if types is None:
-        return [window] * count
-    for kind in set(types) - {"full_attention", "sliding_attention"}:
-        config.unsupported("layer_types", kind, "full_attention or sliding_attention")
-    if len(types) != count:
-        config.refuse("layer_types", f"{len(types)} entries", f"{count} entries, one a layer")
-    return [window if kind == "sliding_attention" else None for kind in types]
+        return [window] * config.size("num_hidden_layers")
+    kinds = one_a_layer(config, "layer_types", types, "full_attention", "sliding_attention")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def rotated_layers(config: Config, interval: int = 0) -> list[bool]:
@@ -264,9 +271,7 @@ def rotated_layers(config: Config, interval: int = 0) -> list[bool]:
     count, every = config.size("num_hidden_layers"), int(config.get("no_rope_layer_interval", interval))
     default = [not every or bool((index + 1) % every) for index in range(count)]
     listed = config.get("no_rope_layers") or default  # 1: the layer rotates
-    if len(listed) != count:
-        config.refuse("no_rope_layers", f"{len(listed)} entries", f"{count} entries, one a layer")
-    return [bool(one) for one in listed]
+    return [bool(one) for one in one_a_layer(config, "no_rope_layers", listed)]
 
 
 PRE = ("mixer_norm", "ffn_norm")  # where a layer has norms

@@ -3,7 +3,7 @@
 import msgspec
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, rms
+from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, one_a_layer, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention, experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
@@ -21,10 +21,8 @@ def _own(config: Config) -> list[bool]:
     pattern = config.get("index_topk_pattern")
     names = {"F": "full", "S": "shared"}
     kinds = config.get("indexer_types", [names.get(one, one) for one in pattern] if pattern else regular)
-    for kind in set(kinds) - {"full", "shared"}:
-        config.unsupported("indexer_types", kind, "full or shared")
-    if len(kinds) != count or kinds[0] != "full":
-        config.refuse("indexer_types", kinds, f"{count} entries, one a layer, the first of them full")
+    if one_a_layer(config, "indexer_types", kinds, "full", "shared")[0] != "full":
+        config.refuse("indexer_types", kinds, "an indexer in the first layer: the others take the choice of one before")
     return [kind == "full" for kind in kinds]
 
 

@@ -33,12 +33,14 @@ BY_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 def _kinds(config: Config) -> list[str]:
     """The kind of each layer: `layer_types`, or the releases' ratio of tokens to entries."""
     count, ratios = config.size("num_hidden_layers"), config.get("compress_ratios", [])
-    for ratio in set(ratios) - set(BY_RATIO):
-        config.unsupported("compress_ratios", ratio, "0, 4 or 128")
+    for ratio in ratios:
+        if ratio not in BY_RATIO:
+            config.unsupported("compress_ratios", ratio, "0, 4 or 128")
     kinds = config.get("layer_types", [BY_RATIO[ratio] for ratio in ratios])
-    for kind in set(kinds) - set(BY_RATIO.values()):
-        config.unsupported("layer_types", kind, " or ".join(BY_RATIO.values()))
-    if len(kinds) < count:
+    for kind in kinds:
+        if kind not in BY_RATIO.values():
+            config.unsupported("layer_types", kind, " or ".join(BY_RATIO.values()))
+    if len(kinds) < count:  # releases list their extra layers as well
         config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
     return list(kinds)
 
@@ -117,8 +119,11 @@ def spec(config: Config) -> ModelSpec:
     count, kinds, mixers, experts = config.size("num_hidden_layers"), _kinds(config), _mixers(config), _experts(config)
     tables = int(config.get("num_hash_layers", 3))
     routed = config.get("mlp_layer_types", ["hash_moe" if index < tables else "moe" for index in range(count)])
-    for kind in set(routed) - set(experts):
-        config.unsupported("mlp_layer_types", kind, " or ".join(experts))
+    for kind in routed:
+        if kind not in experts:
+            config.unsupported("mlp_layer_types", kind, " or ".join(experts))
+    if len(routed) < count:
+        config.refuse("mlp_layer_types", f"{len(routed)} entries", f"{count} entries, one a layer")
     streams = HyperConnections(
         streams=config.size("hc_mult"),
         iterations=config.size("hc_sinkhorn_iters"),

@@ -16,6 +16,7 @@ from firstlight.engine.model.families.common import (
     in_layers,
     layer_windows,
     mlp,
+    one_a_layer,
     rms,
     rope,
 )
@@ -40,10 +41,10 @@ def _windows(config: Config) -> list[int | None]:
 
 def _bases(config: Config) -> list[float | None]:
     """The rotary base of each layer, 0 for none; None: that of all."""
-    count, listed = config.size("num_hidden_layers"), config.get("layer_rope_theta")
-    if listed is not None and len(listed) != count:
-        config.refuse("layer_rope_theta", f"{len(listed)} entries", f"{count} entries, one a layer")
-    return [None] * count if listed is None else [float(base) for base in listed]
+    listed = config.get("layer_rope_theta")
+    if listed is None:
+        return [None] * config.size("num_hidden_layers")
+    return [float(base) for base in one_a_layer(config, "layer_rope_theta", listed)]
 
 
 def _feed_forward(config: Config) -> FeedForward:

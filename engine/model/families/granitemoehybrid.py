@@ -1,7 +1,16 @@
 """Granite 4: Mamba 2 layers, some of attention without positions, multipliers, experts beside a shared MLP."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, TRUNK, activation, decoder, gqa, head_dim, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    TRUNK,
+    activation,
+    decoder,
+    gqa,
+    head_dim,
+    one_a_layer,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router
 from firstlight.engine.model.families.state_spaces import MAMBA2_RULES, layer_kinds, mamba2
@@ -26,9 +35,8 @@ def spec(config: Config) -> ModelSpec:
     if int(config.get("num_local_experts", 0)):
         feed_forward = mixture(config, router(config, score_chosen=True), "intermediate_size", shared=shared)
     config.get("intermediate_size"), config.get("num_experts_per_tok")
-    kinds = layer_kinds(config, "linear_attention", "full_attention") or ["linear_attention"] * count
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
+    kinds = layer_kinds(config, "linear_attention", "full_attention")
+    kinds = one_a_layer(config, "layer_types", kinds or ["linear_attention"] * count)
     state = mamba2(config)
 
     def mixer(index: int) -> Mixer:

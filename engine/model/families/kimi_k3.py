@@ -8,7 +8,7 @@ from firstlight.engine.model.families import kimi_linear
 from firstlight.engine.model.families.common import TRUNK, decoder, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import dense_layers
+from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.families.moonvit import MOONVIT_RULES, moonvit
 from firstlight.engine.model.rules import rule, under
 from firstlight.engine.model.spec import (
@@ -70,7 +70,7 @@ def text(config: Config) -> ModelSpec:
     delta, full = delta_attention(config, norm), kimi_linear.full_layers(config)
     gated = bool(config.get("mla_use_output_gate", False))
     latent = msgspec.structs.replace(kimi_linear.latent_attention(config), gated=gated)
-    moe, dense = mixture(config, act, norm), dense_layers(config)
+    moe, sparse = mixture(config, act, norm), sparse_layers(config, 1)
     plain = MLP(intermediate=config.size("intermediate_size"), activation=act)
     block = config.get("attn_res_block_size")
     residual = AttentionResidual(block_size=config.size("attn_res_block_size"), eps=norm.eps) if block else None
@@ -79,7 +79,7 @@ def text(config: Config) -> ModelSpec:
         return latent if index in full else delta
 
     def feed_forward(index: int) -> FeedForward:
-        return plain if index in dense else moe
+        return moe if sparse[index] else plain
 
     return decoder(config, "kimi_k3", mixer, feed_forward, norm=norm, layer={"residual": residual})
 

@@ -4,10 +4,10 @@ import importlib
 from typing import Any
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import TRUNK, activation, decoder, experts, mlp, rms
+from firstlight.engine.model.families.common import TRUNK, activation, decoder, experts, mlp, one_a_layer, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import dense_layers
+from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLA, MLP, FeedForward, GatedDelta, Mixer, ModelSpec, MoE, Norm, Router
 
@@ -82,11 +82,8 @@ def full_layers(config: Config) -> set[int]:
     """Layers with latent attention, counted from 0; releases count them from 1."""
     count, types = config.size("num_hidden_layers"), config.get("layer_types")
     if types is not None:
-        for kind in set(types) - {"full_attention", "linear_attention"}:
-            config.unsupported("layer_types", kind, "full_attention or linear_attention")
-        if len(types) != count:
-            config.refuse("layer_types", f"{len(types)} entries", f"{count} entries, one a layer")
-        return {index for index, kind in enumerate(types) if kind == "full_attention"}
+        kinds = one_a_layer(config, "layer_types", types, "full_attention", "linear_attention")
+        return {index for index, kind in enumerate(kinds) if kind == "full_attention"}
     nested = config.sub("linear_attn_config")
     full, linear = nested.get("full_attn_layers"), nested.get("kda_layers")
     if full is None or linear is None:
@@ -101,14 +98,14 @@ def spec(config: Config) -> ModelSpec:
         whole: ModelSpec = k3.text(config)
         return whole
     delta, latent, full = delta_attention(config), latent_attention(config), full_layers(config)
-    moe, dense, plain = mixture(config, activation(config), 2.446), dense_layers(config), mlp(config)
+    moe, sparse, plain = mixture(config, activation(config), 2.446), sparse_layers(config, 1), mlp(config)
     config.only("num_nextn_predict_layers", 0, default=0)
 
     def mixer(index: int) -> Mixer:
         return latent if index in full else delta
 
     def feed_forward(index: int) -> FeedForward:
-        return plain if index in dense else moe
+        return moe if sparse[index] else plain
 
     reach = int(config.get("model_max_length", config.get("max_position_embeddings", 0)))
     return decoder(config, "kimi_linear", mixer, feed_forward, norm=rms(config, 1e-5), max_positions=reach)

@@ -12,6 +12,7 @@ from firstlight.engine.model.families.common import (
     in_layers,
     layer_windows,
     mlp,
+    one_a_layer,
     rms,
     rope,
 )
@@ -37,8 +38,7 @@ def spec(config: Config) -> ModelSpec:
     if gating not in (True, "per-head", "per-element"):
         config.unsupported("gating", gating, "true, per-head or per-element")
     heads = config.get("num_attention_heads_per_layer", [config.size("num_attention_heads")] * count)
-    if len(heads) != count:
-        config.refuse("num_attention_heads_per_layer", f"{len(heads)} entries", f"{count} entries, one a layer")
+    one_a_layer(config, "num_attention_heads_per_layer", heads)
     config.only("moe_apply_router_weight_on_input", False, default=False)
 
     def attention(index: int) -> Attention:

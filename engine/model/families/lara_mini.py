@@ -1,7 +1,17 @@
 """Lara 4 Mini: gated delta attention, windows, and layers that see all without positions; experts in every layer."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, QK_NORM, TRUNK, activation, decoder, gqa, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    QK_NORM,
+    TRUNK,
+    activation,
+    decoder,
+    gqa,
+    one_a_layer,
+    rms,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router
 from firstlight.engine.model.families.qwen3_next import DELTA_RULES, delta_attention
@@ -29,9 +39,7 @@ def attention(config: Config, kind: str) -> Attention:
 
 def spec(config: Config) -> ModelSpec:
     count, kinds = config.size("num_hidden_layers"), layer_kinds(config, *dict.fromkeys(KINDS))
-    kinds = kinds or [KINDS[index % len(KINDS)] for index in range(count)]
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
+    kinds = one_a_layer(config, "layer_types", kinds or [KINDS[index % len(KINDS)] for index in range(count)])
     mixers: dict[str, Mixer] = {kind: attention(config, kind) for kind in ("sliding_attention", "full_attention")}
     mixers["linear_attention"] = delta_attention(config, fused=False)
     chooses = router(config, normalize=bool(config.get("norm_topk_prob", True)), float32=True)

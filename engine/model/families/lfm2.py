@@ -1,7 +1,7 @@
 """LFM2, dense and with experts: short gated convolutions, some layers of attention with QK-norm."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import decoder, gqa, head_dim, in_layers, rope
+from firstlight.engine.model.families.common import decoder, gqa, head_dim, in_layers, one_a_layer, rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import mixture, router
 from firstlight.engine.model.rules import rule
@@ -26,10 +26,7 @@ def attention_layers(config: Config) -> set[int]:
     count, kinds = config.size("num_hidden_layers"), config.get("layer_types")
     indices = config.get("full_attn_idxs", list(range(count)))
     kinds = kinds or ["full_attention" if index in indices else "conv" for index in range(count)]
-    for kind in set(kinds) - {"full_attention", "conv"}:
-        config.unsupported("layer_types", kind, "full_attention or conv")
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
+    kinds = one_a_layer(config, "layer_types", kinds, "full_attention", "conv")
     return {index for index, kind in enumerate(kinds) if kind == "full_attention"}
 
 

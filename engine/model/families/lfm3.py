@@ -7,6 +7,7 @@ from firstlight.engine.model.families.common import (
     gqa,
     head_dim,
     in_layers,
+    one_a_layer,
     rope_of_kind,
     silent_rope,
 )
@@ -26,11 +27,7 @@ def kinds_of(config: Config) -> list[str]:
     count, kinds = config.size("num_hidden_layers"), config.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if i % 4 == 2 else "conv" if i % 4 or not i else KINDS[1] for i in range(count)]
-    for kind in set(kinds) - set(KINDS):
-        config.unsupported("layer_types", kind, ", ".join(KINDS))
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
-    return kinds
+    return one_a_layer(config, "layer_types", kinds, *KINDS)
 
 
 def attention(config: Config, kind: str, norm: Norm) -> Attention:
@@ -53,7 +50,7 @@ def spec(config: Config) -> ModelSpec:
     width, bias = config.size("hidden_size"), bool(config.get("conv_bias", False))
     kinds = kinds_of(config)
     mixers: dict[str, Mixer] = {"conv": ShortConv(width=width, conv=int(config.get("conv_L_cache", 7)), bias=bias)}
-    mixers |= {kind: attention(config, kind, norm) for kind in set(kinds) - {"conv"}}
+    mixers |= {kind: attention(config, kind, norm) for kind in KINDS[1:] if kind in kinds}
     feed_forward = MLP(intermediate=config.size("intermediate_size"), activation="silu")
     tied = bool(config.get("tie_embedding", config.get("tie_word_embeddings", True)))
     places = SANDWICH if config.get("use_sandwich_norm", True) else SANDWICH[:2]

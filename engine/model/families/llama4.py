@@ -10,6 +10,7 @@ from firstlight.engine.model.families.common import (
     gqa,
     in_layers,
     mlp,
+    one_a_layer,
     rms,
     rope,
     rotated_layers,
@@ -23,10 +24,7 @@ from firstlight.engine.model.spec import MLP, Attention, ModelSpec, MoE, Norm, T
 def _chunks(config: Config, rotated: list[bool]) -> list[int | None]:
     chunk = config.stated("attention_chunk_size", absent=8192)
     kinds = config.get("layer_types", ["chunked_attention" if one else "full_attention" for one in rotated])
-    for kind in set(kinds) - {"chunked_attention", "full_attention"}:
-        config.unsupported("layer_types", kind, "chunked_attention or full_attention")
-    if len(kinds) != len(rotated):
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{len(rotated)} entries, one a layer")
+    kinds = one_a_layer(config, "layer_types", kinds, "chunked_attention", "full_attention")
     return [chunk if kind == "chunked_attention" else None for kind in kinds]
 
 

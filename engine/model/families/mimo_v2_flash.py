@@ -10,6 +10,7 @@ from firstlight.engine.model.families.common import (
     decoder,
     gqa,
     mlp,
+    one_a_layer,
     rms,
     rope_of_kind,
     silent_rope,
@@ -33,11 +34,7 @@ def _kinds(config: Config) -> list[str]:
     regular = [FULL if index == 0 or (index + 1) % 6 == 0 else WINDOW for index in range(count)]
     pattern = config.get("hybrid_layer_pattern")
     kinds = config.get("layer_types", [WINDOW if one else FULL for one in pattern] if pattern else regular)
-    for kind in set(kinds) - {FULL, WINDOW}:
-        config.unsupported("layer_types", kind, f"{FULL} or {WINDOW}")
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
-    return list(kinds)
+    return one_a_layer(config, "layer_types", kinds, FULL, WINDOW)
 
 
 def _sparse(config: Config) -> list[bool]:

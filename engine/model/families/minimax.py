@@ -1,7 +1,17 @@
 """MiniMax-01: lightning attention, some layers of softmax attention; what the norm gives is the residual stream."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, TRUNK, activation, decoder, gqa, head_dim, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    TRUNK,
+    activation,
+    decoder,
+    gqa,
+    head_dim,
+    one_a_layer,
+    rms,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router
 from firstlight.engine.model.families.state_spaces import layer_kinds
@@ -24,9 +34,8 @@ def blend(config: Config, block: str) -> Blend:
 def spec(config: Config) -> ModelSpec:
     count, heads, size = config.size("num_hidden_layers"), config.size("num_attention_heads"), head_dim(config)
     kinds = layer_kinds(config, "linear_attention", "full_attention")
-    kinds = kinds or ["linear_attention" if index % 2 else "full_attention" for index in range(count)]
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
+    regular = ["linear_attention" if index % 2 else "full_attention" for index in range(count)]
+    kinds = one_a_layer(config, "layer_types", kinds or regular)
     softmax = gqa(config, rope=rope(config, size, 1e6), window=config.get("sliding_window"))
     moe = mixture(config, router(config), "intermediate_size")
     act, norm, fed = activation(config), rms(config, 1e-5), blend(config, "mlp")

@@ -9,7 +9,17 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, QK_NORM, TRUNK, decoder, gqa, rms, rope
+from firstlight.engine.model.families.common import (
+    ATTENTION,
+    DENSE,
+    QK_NORM,
+    TRUNK,
+    decoder,
+    gqa,
+    one_a_layer,
+    rms,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router
 from firstlight.engine.model.rules import ignored, rule
@@ -28,14 +38,9 @@ OLDER = {  # keys of `sparse_attention_config`: the indexer's own
 
 def layer_kinds(config: Config, key: str, flags: Any, kinds: tuple[str, str]) -> list[str]:
     """`kinds` (without, with) by layer: by name under `key`, or by `flags`, one a layer."""
-    count = config.size("num_hidden_layers")
-    silent = [kinds[1 if key == "mlp_layer_types" else 0]] * count
-    found = list(config.get(key) or (silent if flags is None else [kinds[bool(flag)] for flag in flags]))
-    for kind in set(found) - set(kinds):
-        config.unsupported(key, kind, " or ".join(kinds))
-    if len(found) != count:
-        config.refuse(key, f"{len(found)} entries", f"{count} entries, one a layer")
-    return found
+    silent = [kinds[1 if key == "mlp_layer_types" else 0]] * config.size("num_hidden_layers")
+    found = config.get(key) or (silent if flags is None else [kinds[bool(flag)] for flag in flags])
+    return one_a_layer(config, key, found, *kinds)
 
 
 def indexer(config: Config, norm: Norm, positions: Rope, kinds: list[str]) -> BlockIndexer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from firstlight.engine.model.config import SHARED_EXPERTS, Config
-from firstlight.engine.model.families.common import activation
+from firstlight.engine.model.families.common import activation, one_a_layer
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import MLP, MoE, Router
 
@@ -67,11 +67,7 @@ def sparse_layers(config: Config, first_dense: int = 0, key: str = "first_k_dens
     count = config.size("num_hidden_layers")
     start = int(config.get(key, first_dense))
     kinds = config.get("mlp_layer_types", ["dense" if index < start else "sparse" for index in range(count)])
-    for kind in set(kinds) - {"dense", "sparse"}:
-        config.unsupported("mlp_layer_types", kind, "dense or sparse")
-    if len(kinds) != count:
-        config.refuse("mlp_layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
-    return [kind == "sparse" for kind in kinds]
+    return [kind == "sparse" for kind in one_a_layer(config, "mlp_layer_types", kinds, "dense", "sparse")]
 
 
 _B = "(model.|)layers.{i}.(mlp|block_sparse_moe)."
@@ -107,13 +103,3 @@ SHARED_EXPERT: tuple[WeightRule, ...] = (
     rule("(model.|)layers.{i}.mlp.shared_expert_gate.weight", _F + "shared_gate.weight"),
 )
 MIXTURE = ROUTER + ONE_BY_ONE + STACKED + SHARED_EXPERT
-
-
-def dense_layers(config: Config) -> set[int]:
-    """Layers whose feed-forward is no mixture."""
-    types = config.get("mlp_layer_types")
-    if types is None:
-        return set(range(int(config.get("first_k_dense_replace", 1))))
-    for kind in set(types) - {"dense", "sparse"}:
-        config.unsupported("mlp_layer_types", kind, "dense or sparse")
-    return {index for index, kind in enumerate(types) if kind == "dense"}

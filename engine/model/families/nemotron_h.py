@@ -22,7 +22,7 @@ def kinds(config: Config) -> list[str]:
     listed, pattern = layer_kinds(config, *KINDS), config.get("hybrid_override_pattern")
     if listed is None and pattern is None:
         listed = [KINDS[0], KINDS[3], KINDS[1], KINDS[2]]
-    for letter in set(pattern or "") - set(LETTERS):
+    for letter in sorted(set(pattern or "") - set(LETTERS)):
         config.unsupported("hybrid_override_pattern", letter, "M (Mamba 2), * (attention), - (MLP) or E (experts)")
     found = listed or [LETTERS[letter] for letter in pattern]
     if int(config.get("num_hidden_layers", len(found))) != len(found):
@@ -93,7 +93,7 @@ def spec(config: Config) -> ModelSpec:
         "mlp": lambda: LayerSpec(mixer=None, ffn=width, mixer_norm=norm),
         "moe": lambda: LayerSpec(mixer=None, ffn=experts(config, act), mixer_norm=norm),
     }
-    layers = {kind: blocks[kind]() for kind in set(order)}
+    layers = {kind: blocks[kind]() for kind in dict.fromkeys(order)}
     return ModelSpec(
         family="nemotron_h",
         vocab_size=config.size("vocab_size"),

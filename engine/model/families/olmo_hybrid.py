@@ -10,6 +10,7 @@ from firstlight.engine.model.families.common import (
     gqa,
     head_dim,
     mlp,
+    one_a_layer,
     rms,
     rope,
 )
@@ -25,9 +26,7 @@ def kinds_of(config: Config) -> list[str]:
         kinds = ["linear_attention" if (index + 1) % 4 else "full_attention" for index in range(count)]
         if count < 4:
             kinds[-1] = "full_attention"
-    if len(kinds) != count:
-        config.refuse("layer_types", f"{len(kinds)} entries", f"{count} entries, one a layer")
-    return kinds
+    return one_a_layer(config, "layer_types", kinds)
 
 
 def attention(config: Config) -> Attention:

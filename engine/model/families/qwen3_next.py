@@ -13,6 +13,7 @@ from firstlight.engine.model.families.common import (
     experts,
     gqa,
     mlp,
+    one_a_layer,
     rms,
     rope,
 )
@@ -81,11 +82,8 @@ def full_layers(config: Config) -> set[int]:
     interval = int(config.get("full_attention_interval", 4))
     if types is None:
         return {index for index in range(count) if not (index + 1) % interval}
-    for kind in set(types) - {"full_attention", "linear_attention"}:
-        config.unsupported("layer_types", kind, "full_attention or linear_attention")
-    if len(types) != count:
-        config.refuse("layer_types", f"{len(types)} entries", f"{count} entries, one a layer")
-    return {index for index, kind in enumerate(types) if kind == "full_attention"}
+    kinds = one_a_layer(config, "layer_types", types, "full_attention", "linear_attention")
+    return {index for index, kind in enumerate(kinds) if kind == "full_attention"}
 
 
 def mixture(config: Config) -> MoE:

@@ -38,8 +38,9 @@ def attention(config: Config) -> Attention:
 def spec(config: Config) -> ModelSpec:
     hidden, act = config.size("hidden_size"), activation(config, "hidden_activation", "gelu_pytorch_tanh")
     kinds = list(config.get("block_types", ("recurrent", "recurrent", "attention")))
-    for kind in set(kinds) - {"recurrent", "attention"}:
-        config.unsupported("block_types", kind, "recurrent or attention")
+    for kind in kinds:  # of a period, which is repeated
+        if kind not in ("recurrent", "attention"):
+            config.unsupported("block_types", kind, "recurrent or attention")
     for key in ("w_init_variance_scale", "final_w_init_variance_scale"):
         config.get(key)  # of training
     width, heads = int(config.get("lru_width", hidden)), config.size("num_attention_heads")

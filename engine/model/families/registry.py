@@ -246,7 +246,7 @@ class Families(Mapping[str, Family]):
         try:
             # Values go into the spec as they are written; to JSON and back checks the type of each.
             return msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)
-        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError, OverflowError) as error:
             raise Refused(_unusable(family, config, error)) from error
 
     def _rules(self, family: Family, config: Config) -> tuple[WeightRule, ...]:

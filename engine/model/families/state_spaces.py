@@ -59,8 +59,9 @@ def layer_kinds(config: Config, *known: str) -> list[str] | None:
     if kinds is None:
         return None
     kinds = [OLDER_NAMES.get(kind, kind) for kind in kinds]
-    for kind in set(kinds) - set(known):
-        config.unsupported("layer_types", kind, ", ".join(known))
+    for kind in kinds:
+        if kind not in known:
+            config.unsupported("layer_types", kind, ", ".join(known))
     return kinds
 
 
