@@ -37,7 +37,7 @@ def spec(config: Config) -> ModelSpec:
     positions = rope(config, head_dim(config), 12000000.0)
     attention = gqa(config, rope=positions, qk_norm=norm, qkv_bias=bias, output_bias=bias)
     feed_forward = MLP(intermediate=config.size("intermediate_size"), activation="xielu", gated=False)
-    return decoder(config, "apertus", lambda i: attention, lambda i: feed_forward, norm=norm)
+    return decoder(config, "apertus", attention, feed_forward, norm=norm)
 
 
 _ACT = "(model.|)layers.{i}.mlp.act_fn."

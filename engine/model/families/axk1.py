@@ -6,13 +6,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import (
-    MIXTURE,
-    mixture,
-    shared_expert,
-    sigmoid_router,
-    sparse_layers,
-)
+from firstlight.engine.model.families.mixtures import MIXTURE, mixture, shared_expert, sigmoid_router, sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
 
@@ -21,7 +15,7 @@ def spec(config: Config) -> ModelSpec:
     mixer, sparse = attention(config), sparse_layers(config, 1)
     width = config.size("moe_intermediate_size")
     moe, dense = mixture(config, sigmoid_router(config), shared=shared_expert(config, width)), mlp(config)
-    plain = decoder(config, "axk1", lambda i: mixer, lambda i: moe if sparse[i] else dense)
+    plain = decoder(config, "axk1", mixer, lambda i: moe if sparse[i] else dense)
     layers = tuple(
         msgspec.structs.replace(layer, post_ffn_norm=rms(config)) if has_experts else layer
         for layer, has_experts in zip(plain.layers, sparse, strict=True)

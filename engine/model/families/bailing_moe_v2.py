@@ -46,7 +46,7 @@ def spec(config: Config) -> ModelSpec:
         output_bias=bool(config.get("use_bias", False)),
         qk_norm=norm if config.get("use_qk_norm", True) else None,
     )
-    plain = decoder(config, "bailing_moe_v2", lambda i: attention, lambda i: moe if sparse[i] else dense, norm=norm)
+    plain = decoder(config, "bailing_moe_v2", attention, lambda i: moe if sparse[i] else dense, norm=norm)
     return with_extra_layers(config, plain, plain.layers[-1], ends=False)
 
 

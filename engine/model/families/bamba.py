@@ -37,7 +37,7 @@ def spec(config: Config) -> ModelSpec:
         return attention if index in indices else state
 
     config.get("z_loss_coefficient"), config.get("num_logits_to_keep")  # of training, and of how many logits to compute
-    return decoder(config, "bamba", mixer, lambda i: feed_forward, norm=rms(config, 1e-5))
+    return decoder(config, "bamba", mixer, feed_forward, norm=rms(config, 1e-5))
 
 
 FEED_FORWARD = in_layers({f"feed_forward.{part}_proj": f"ffn.{part}" for part in ("gate", "up", "down")})

@@ -5,10 +5,8 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
+    LLAMA,
     QK_NORM,
-    TRUNK,
     decoder,
     gqa,
     head_dim,
@@ -60,7 +58,7 @@ def spec(config: Config) -> ModelSpec:
         config,
         model_type,
         attention,
-        lambda i: feed_forward,
+        feed_forward,
         norm=norm,
         norms=("mixer_norm",),
         layer={"parallel": True},
@@ -69,5 +67,5 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-RULES = TRUNK + ATTENTION + QK_NORM + DENSE
+RULES = LLAMA + QK_NORM
 FAMILY = Family(name="cohere", model_types=("cohere", "cohere2"), spec=spec, rules=RULES)

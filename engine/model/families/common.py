@@ -237,6 +237,11 @@ def mlp(config: Config, key: str = "intermediate_size", **fields: Any) -> MLP:
     return MLP(**{"intermediate": config.size(key), "activation": activation(config), **fields})
 
 
+def plain_mlp(config: Config, act: str, bias: bool) -> MLP:
+    """A feed-forward without a gate from the usual keys; `act` is the default of the architecture."""
+    return mlp(config, activation=activation(config, default=act), gated=False, bias=bias)
+
+
 def rms(config: Config, default: float = 1e-6) -> Norm:
     return Norm(eps=config.positive("rms_norm_eps", config.get("rms_norm_eps", default)))
 
@@ -282,8 +287,8 @@ SANDWICH = PRE + POST
 def decoder(
     config: Config,
     family: str,
-    mixer: Callable[[int], Mixer],
-    ffn: Callable[[int], FeedForward | None],
+    mixer: Mixer | Callable[[int], Mixer],
+    ffn: FeedForward | Callable[[int], FeedForward | None],
     *,
     norm: Norm | None = None,
     norms: tuple[str, ...] = PRE,
@@ -292,14 +297,19 @@ def decoder(
     tie_default: bool = False,
     **fields: Any,
 ) -> ModelSpec:
-    """A decoder: `mixer(i)` and `ffn(i)` describe layer i. Everything else comes from the usual keys.
+    """A decoder of `mixer` and `ffn`, of which each is the same in all layers or a function of a layer's index.
 
+    Everything else comes from the usual keys.
     `norms` are the places of a layer that have `norm`; `layer` are further fields of every layer. `count` is the number
     of layers where the usual key does not say it.
     """
     norm = norm or rms(config)
     layers = tuple(
-        LayerSpec(mixer=mixer(index), ffn=ffn(index), **{**dict.fromkeys(norms, norm), **(layer or {})})
+        LayerSpec(
+            mixer=mixer(index) if callable(mixer) else mixer,
+            ffn=ffn(index) if callable(ffn) else ffn,
+            **{**dict.fromkeys(norms, norm), **(layer or {})},
+        )
         for index in range(count or config.size("num_hidden_layers"))
     )
     values: dict[str, Any] = {
@@ -365,6 +375,7 @@ DENSE: tuple[WeightRule, ...] = tuple(
     for part in ("gate", "up", "down")
     for kind in ("weight", "bias")
 )
+LLAMA = TRUNK + ATTENTION + DENSE  # the names that most decoders took over
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:

@@ -29,7 +29,7 @@ def _experts(config: Config) -> MoE:
 def spec(config: Config) -> ModelSpec:
     mixer, dense, moe, sparse = attention(config), mlp(config), _experts(config), sparse_layers(config)
     config.only("mlp_bias", False, default=False)
-    return decoder(config, "deepseek_v2", lambda i: mixer, lambda i: moe if sparse[i] else dense)
+    return decoder(config, "deepseek_v2", mixer, lambda i: moe if sparse[i] else dense)
 
 
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE

@@ -8,13 +8,7 @@ import msgspec
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, mlp, rope
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.mixtures import (
-    MIXTURE,
-    mixture,
-    shared_expert,
-    sigmoid_router,
-    sparse_layers,
-)
+from firstlight.engine.model.families.mixtures import MIXTURE, mixture, shared_expert, sigmoid_router, sparse_layers
 from firstlight.engine.model.rules import WeightRule, ignored, rule
 from firstlight.engine.model.spec import MLA, LayerSpec, ModelSpec, MoE, Norm, Rope
 
@@ -73,7 +67,7 @@ def with_extra_layers(config: Config, model: ModelSpec, extra: LayerSpec, ends: 
 def spec(config: Config) -> ModelSpec:
     mixer, dense, moe = attention(config), mlp(config), experts(config)
     sparse = sparse_layers(config, 3)
-    plain = decoder(config, "deepseek_v3", lambda i: mixer, lambda i: moe if sparse[i] else dense)
+    plain = decoder(config, "deepseek_v3", mixer, lambda i: moe if sparse[i] else dense)
     return with_extra_layers(config, plain, plain.layers[-1])
 
 

@@ -1,7 +1,7 @@
 """ERNIE 4.5 MoE: heads rotated in neighbouring pairs, softmax scores with a bias that only chooses."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, head_dim, mlp, rms, rope
+from firstlight.engine.model.families.common import LLAMA, decoder, gqa, head_dim, mlp, rms, rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert
 from firstlight.engine.model.spec import FeedForward, ModelSpec
@@ -31,7 +31,7 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         config,
         "ernie4_5_moe",
-        lambda i: attention,
+        attention,
         feed_forward,
         norm=rms(config, 1e-5),
         tie_default=True,
@@ -39,7 +39,7 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-RULES = TRUNK + ATTENTION + DENSE + MIXTURE
+RULES = LLAMA + MIXTURE
 FAMILY = Family(
     name="ernie4_5_moe",
     model_types=("ernie4_5_moe",),

@@ -31,7 +31,7 @@ def spec(config: Config) -> ModelSpec:
         output_bias=bool(bias),
     )
     feed_forward = mlp(config, bias=bool(config.get("mlp_bias", False)))
-    return decoder(config, model_type, lambda i: attention, lambda i: feed_forward, norm=rms(config, 1e-5))
+    return decoder(config, model_type, attention, feed_forward, norm=rms(config, 1e-5))
 
 
 _NAMES = {

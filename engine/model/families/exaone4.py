@@ -43,7 +43,7 @@ def spec(config: Config) -> ModelSpec:
         turns = all_turn or windows[index] is not None
         return gqa(config, rope=positions if turns else None, window=windows[index], qk_norm=norm)
 
-    return decoder(config, "exaone4", attention, lambda i: feed_forward, norm=norm, norms=POST)
+    return decoder(config, "exaone4", attention, feed_forward, norm=norm, norms=POST)
 
 
 RULES = ENDS + POST_NORMS + ATTENTION + QK_NORM + DENSE

@@ -39,8 +39,8 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         config,
         "falcon_h1",
-        lambda i: mixer,
-        lambda i: feed_forward,
+        mixer,
+        feed_forward,
         norm=rms(config, 1e-5),
         embed_scale=float(config.get("embedding_multiplier", 1.0)),
         logit_scale=float(config.get("lm_head_multiplier", 1.0)),

@@ -126,7 +126,7 @@ def spec(config: Config) -> ModelSpec:
         config,
         model_type,
         attention,
-        lambda i: feed_forward,
+        feed_forward,
         norm=norm,
         norms=kind.norms,
         tie_default=True,

@@ -36,7 +36,7 @@ def spec(config: Config) -> ModelSpec:
     feed_forward = mlp(config)
     norms = SANDWICH if model_type in ("glm4", "glm4v_text") else PRE
     norm = rms(config, 1e-5 if sees else 1.5625e-07)
-    return decoder(config, model_type, lambda i: attention, lambda i: feed_forward, norm=norm, norms=norms)
+    return decoder(config, model_type, attention, feed_forward, norm=norm, norms=norms)
 
 
 RULES = (

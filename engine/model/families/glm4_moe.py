@@ -1,18 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: grouped-query attention, half of each head rotated, over DeepSeek-V3's mixture of experts."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    QK_NORM,
-    TRUNK,
-    decoder,
-    gqa,
-    head_dim,
-    mlp,
-    rms,
-    rope,
-)
+from firstlight.engine.model.families.common import LLAMA, QK_NORM, decoder, gqa, head_dim, mlp, rms, rope
 from firstlight.engine.model.families.deepseek_v3 import experts, extra_layers, with_extra_layers
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
@@ -27,11 +16,11 @@ def spec(config: Config) -> ModelSpec:
         qkv_bias=bool(config.get("attention_bias", False)),
         qk_norm=norm if config.get("use_qk_norm", False) else None,
     )
-    plain = decoder(config, "glm4_moe", lambda i: attention, lambda i: moe if sparse[i] else dense, norm=norm)
+    plain = decoder(config, "glm4_moe", attention, lambda i: moe if sparse[i] else dense, norm=norm)
     return with_extra_layers(config, plain, plain.layers[-1])
 
 
-RULES = TRUNK + ATTENTION + QK_NORM + DENSE + MIXTURE
+RULES = LLAMA + QK_NORM + MIXTURE
 MODEL_TYPES = ("glm4_moe", "glm4v_moe_text")
 SILENT = {
     "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1},

@@ -3,7 +3,16 @@
 from typing import Any
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import PRE, activation, decoder, gqa, in_layers, layer_norm, mlp, rope
+from firstlight.engine.model.families.common import (
+    PRE,
+    activation,
+    decoder,
+    gqa,
+    in_layers,
+    layer_norm,
+    plain_mlp,
+    rope,
+)
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.state_spaces import ENDLESS
 from firstlight.engine.model.rules import WeightRule, ignored, rule
@@ -24,9 +33,9 @@ def _neox(config: Config) -> ModelSpec:
     _base(config, float(config.get("rotary_emb_base", 10000)))
     positions = rope(config, size, partial=float(config.get("rotary_pct", 0.25)))
     attention = gqa(config, num_kv_heads=heads, fused=True, rope=positions, qkv_bias=bias, output_bias=bias)
-    feed_forward = mlp(config, activation=activation(config, default="gelu"), gated=False, bias=True)
+    feed_forward = plain_mlp(config, "gelu", bias=True)
     norm, layer = layer_norm(config, "layer_norm_eps"), {"parallel": parallel}
-    return decoder(config, "gpt_neox", lambda i: attention, lambda i: feed_forward, norm=norm, layer=layer)
+    return decoder(config, "gpt_neox", attention, feed_forward, norm=norm, layer=layer)
 
 
 def _key_heads(config: Config) -> int:
@@ -69,7 +78,7 @@ def _falcon(config: Config) -> ModelSpec:
         "layer": {"parallel": parallel},
         "tie_default": True,
     }
-    return decoder(config, "falcon", lambda i: attention, lambda i: feed_forward, **values)
+    return decoder(config, "falcon", attention, feed_forward, **values)
 
 
 def _bloom(config: Config) -> ModelSpec:
@@ -95,7 +104,7 @@ def _bloom(config: Config) -> ModelSpec:
     if onto_norms:  # what a norm gives is the stream
         values["layer"] = {"blends": (Blend(keep=1.0, add=1.0), Blend(keep=1.0, add=1.0))}
     config.get("seq_length")  # what it was trained with; nothing ends there
-    return decoder(config, "bloom", lambda i: attention, lambda i: feed_forward, **values)
+    return decoder(config, "bloom", attention, feed_forward, **values)
 
 
 READINGS = {"gpt_neox": _neox, "falcon": _falcon, "bloom": _bloom}

@@ -67,7 +67,7 @@ def spec(config: Config) -> ModelSpec:
         activation=named("clamped", limit, alpha, 1.0),
         bias=True,
     )
-    return decoder(config, "gpt_oss", attention, lambda i: moe, norm=rms(config, 1e-5))
+    return decoder(config, "gpt_oss", attention, moe, norm=rms(config, 1e-5))
 
 
 _B = "(model.|)layers.{i}.mlp.experts."

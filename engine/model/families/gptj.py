@@ -36,8 +36,8 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         config,
         "gptj",
-        lambda i: attention,
-        lambda i: feed_forward,
+        attention,
+        feed_forward,
         norm=layer_norm(config, "layer_norm_epsilon"),
         norms=("mixer_norm",),
         layer={"parallel": True},

@@ -78,7 +78,7 @@ def spec(config: Config) -> ModelSpec:
         config,
         model_type,
         attention,
-        lambda i: feed_forward,
+        feed_forward,
         norm=rms(config, 1e-5 if model_type == WINDOWED else 1e-6),
         norms=SANDWICH if clova and config.get("use_post_norm", True) else PRE,
         layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},

@@ -22,8 +22,8 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         config,
         model_type,
-        lambda i: attention,
-        lambda i: moe,
+        attention,
+        moe,
         layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},
         embed_scale=float(config.get("embedding_multiplier", 1.0)),
         scales_pictures=True,

@@ -46,7 +46,7 @@ def spec(config: Config) -> ModelSpec:
         config,
         "granitemoehybrid",
         mixer,
-        lambda i: feed_forward,
+        feed_forward,
         layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},
         embed_scale=float(config.get("embedding_multiplier", 1.0)),
         scales_pictures=True,

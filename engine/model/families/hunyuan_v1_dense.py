@@ -1,7 +1,7 @@
 """Hunyuan dense models: Llama's layout, queries and keys normed behind the rotation, a base stretched for good."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, mlp, rms
+from firstlight.engine.model.families.common import LLAMA, decoder, gqa, mlp, rms
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.hunyuan_v1_moe import QK_NORM
 from firstlight.engine.model.spec import ModelSpec
@@ -14,8 +14,8 @@ def spec(config: Config) -> ModelSpec:
     config.only("use_cla", False, default=False)
     attention = gqa(config, qkv_bias=bias, output_bias=bias, qk_norm=norm, qk_norm_last=True)
     feed_forward = mlp(config)
-    return decoder(config, "hunyuan_v1_dense", lambda i: attention, lambda i: feed_forward, norm=norm)
+    return decoder(config, "hunyuan_v1_dense", attention, feed_forward, norm=norm)
 
 
-RULES = TRUNK + ATTENTION + QK_NORM + DENSE
+RULES = LLAMA + QK_NORM
 FAMILY = Family(name="hunyuan_v1_dense", model_types=("hunyuan_v1_dense",), spec=spec, rules=RULES)

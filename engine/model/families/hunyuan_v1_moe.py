@@ -33,7 +33,7 @@ def spec(config: Config) -> ModelSpec:
         "intermediate_size",
         shared=MLP(intermediate=config.size("intermediate_size"), activation=activation(config)),
     )
-    return decoder(config, "hunyuan_v1_moe", lambda i: attention, lambda i: moe, norm=norm)
+    return decoder(config, "hunyuan_v1_moe", attention, moe, norm=norm)
 
 
 QK_NORM = in_layers({"self_attn.query_layernorm": "mixer.q_norm", "self_attn.key_layernorm": "mixer.k_norm"})

@@ -1,16 +1,7 @@
 """Jais 2: Llama's attention between LayerNorms, biases everywhere, squared ReLU without a gate."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    TRUNK,
-    activation,
-    decoder,
-    gqa,
-    layer_norm,
-    mlp,
-)
+from firstlight.engine.model.families.common import LLAMA, decoder, gqa, layer_norm, plain_mlp
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
 
@@ -18,11 +9,10 @@ from firstlight.engine.model.spec import ModelSpec
 def spec(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", True))
     attention = gqa(config, qkv_bias=bias, output_bias=bias)
-    act = activation(config, default="relu2")
-    feed_forward = mlp(config, activation=act, gated=False, bias=bool(config.get("mlp_bias", True)))
+    feed_forward = plain_mlp(config, "relu2", bias=bool(config.get("mlp_bias", True)))
     norm = layer_norm(config, "layer_norm_eps")
-    return decoder(config, "jais2", lambda i: attention, lambda i: feed_forward, norm=norm)
+    return decoder(config, "jais2", attention, feed_forward, norm=norm)
 
 
-RULES = TRUNK + ATTENTION + DENSE
+RULES = LLAMA
 FAMILY = Family(name="jais2", model_types=("jais2",), spec=spec, rules=RULES)

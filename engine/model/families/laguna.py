@@ -2,10 +2,8 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
+    LLAMA,
     QK_NORM,
-    TRUNK,
     activation,
     decoder,
     gqa,
@@ -71,7 +69,7 @@ def spec(config: Config) -> ModelSpec:
     return decoder(config, "laguna", attention, lambda i: moe if sparse[i] else dense, norm=norm)
 
 
-RULES = TRUNK + ATTENTION + QK_NORM + DENSE + MIXTURE + in_layers({"self_attn.g_proj": "mixer.gate"})
+RULES = LLAMA + QK_NORM + MIXTURE + in_layers({"self_attn.g_proj": "mixer.gate"})
 FAMILY = Family(
     name="laguna", model_types=("laguna",), spec=spec, rules=RULES, silent={"laguna": {"num_key_value_heads": 8}}
 )

@@ -45,7 +45,7 @@ def spec(config: Config) -> ModelSpec:
     chooses = router(config, normalize=bool(config.get("norm_topk_prob", True)), float32=True)
     shared = MLP(intermediate=config.size("shared_expert_intermediate_size"), activation=activation(config))
     moe = mixture(config, chooses, shared=shared)
-    return decoder(config, "lara_mini", lambda i: mixers[kinds[i]], lambda i: moe, tie_default=True)
+    return decoder(config, "lara_mini", lambda i: mixers[kinds[i]], moe, tie_default=True)
 
 
 _A, _P = "(model.|)layers.{i}.linear_attn.", "layers.{i}.mixer."

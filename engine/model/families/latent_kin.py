@@ -82,7 +82,7 @@ def _dense(config: Config, model_type: str) -> ModelSpec:
     mixer, feed_forward, fields = attention(config), mlp(config), {}
     if model_type == "minicpm3":
         mixer, fields = attention(config, rope=rope(config, config.size("qk_rope_head_dim"))), _minicpm(config)
-    return decoder(config, model_type, lambda i: mixer, lambda i: feed_forward, tie_default=True, **fields)
+    return decoder(config, model_type, mixer, feed_forward, tie_default=True, **fields)
 
 
 def spec(config: Config) -> ModelSpec:
@@ -94,7 +94,7 @@ def spec(config: Config) -> ModelSpec:
     else:
         mixer, moe, sparse, norm = attention(config), experts(config), sparse_layers(config, 1), rms(config, 1e-5)
     dense = mlp(config)
-    plain = decoder(config, model_type, lambda i: mixer, lambda i: moe if sparse[i] else dense, norm=norm)
+    plain = decoder(config, model_type, mixer, lambda i: moe if sparse[i] else dense, norm=norm)
     return with_extra_layers(config, plain, plain.layers[-1])
 
 

@@ -54,9 +54,7 @@ def spec(config: Config) -> ModelSpec:
     feed_forward = MLP(intermediate=config.size("intermediate_size"), activation="silu")
     tied = bool(config.get("tie_embedding", config.get("tie_word_embeddings", True)))
     places = SANDWICH if config.get("use_sandwich_norm", True) else SANDWICH[:2]
-    return decoder(
-        config, "lfm3", lambda i: mixers[kinds[i]], lambda i: feed_forward, norm=norm, norms=places, tied_head=tied
-    )
+    return decoder(config, "lfm3", lambda i: mixers[kinds[i]], feed_forward, norm=norm, norms=places, tied_head=tied)
 
 
 RULES: tuple[WeightRule, ...] = (

@@ -1,7 +1,7 @@
 """Llama 2, 3.x and the many models that keep its layout (SmolLM2 among them)."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, mlp
+from firstlight.engine.model.families.common import LLAMA, decoder, gqa, mlp
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
 
@@ -10,8 +10,8 @@ def spec(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
     attention = gqa(config, qkv_bias=bias, output_bias=bias)
     feed_forward = mlp(config, bias=bool(config.get("mlp_bias", False)))
-    return decoder(config, "llama", lambda i: attention, lambda i: feed_forward)
+    return decoder(config, "llama", attention, feed_forward)
 
 
-RULES = TRUNK + ATTENTION + DENSE
+RULES = LLAMA
 FAMILY = Family(name="llama", model_types=("llama",), spec=spec, rules=RULES)

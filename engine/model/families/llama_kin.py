@@ -10,9 +10,7 @@ import msgspec
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    TRUNK,
+    LLAMA,
     activation,
     decoder,
     gqa,
@@ -134,7 +132,7 @@ def spec(config: Config) -> ModelSpec:
         config,
         str(config.get("model_type")),
         attention,
-        lambda i: feed_forward,
+        feed_forward,
         norm=rms(config, kin.eps),
         layer={"residual_scale": float(config.get("residual_multiplier", 1.0))},
         tie_default=kin.tied,
@@ -144,7 +142,7 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-RULES = TRUNK + ATTENTION + DENSE
+RULES = LLAMA
 SILENT = {
     "cwm": {"num_key_value_heads": 8, "sliding_window": 8192},
     "ernie4_5": {"num_key_value_heads": 2},

@@ -63,7 +63,7 @@ def spec(config: Config) -> ModelSpec:
     layer = LayerSpec(parts=(part, part), shortcut=experts)
     count = config.size("num_layers") if "num_layers" in config else config.size("num_hidden_layers") // 2
     config.get("num_hidden_layers")  # counts each half, where it is there
-    plain = decoder(config, "longcat_flash", lambda i: mixer, lambda i: dense, norm=norm, count=count)
+    plain = decoder(config, "longcat_flash", mixer, dense, norm=norm, count=count)
     return msgspec.structs.replace(plain, layers=(layer,) * count)
 
 

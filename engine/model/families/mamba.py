@@ -36,7 +36,7 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         config,
         model_type,
-        lambda i: mixer,
+        mixer,
         lambda i: None,
         norm=norm,
         norms=("mixer_norm",),

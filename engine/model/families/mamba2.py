@@ -33,9 +33,7 @@ def spec(config: Config) -> ModelSpec:
         dt_limits=limits(config),
     )
     whole_groups(config, mixer)
-    return decoder(
-        config, "mamba2", lambda i: mixer, lambda i: None, norm=norm, norms=("mixer_norm",), max_positions=ENDLESS
-    )
+    return decoder(config, "mamba2", mixer, lambda i: None, norm=norm, norms=("mixer_norm",), max_positions=ENDLESS)
 
 
 RULES = BACKBONE + MAMBA2_RULES

@@ -50,7 +50,7 @@ def spec(config: Config) -> ModelSpec:
         return LayerSpec(mixer=mixer, ffn=moe, mixer_norm=norm, ffn_norm=norm, blends=(joined, fed))
 
     layers = tuple(layer(index) for index in range(count))
-    return decoder(config, "minimax", lambda i: softmax, lambda i: moe, norm=norm, layers=layers)
+    return decoder(config, "minimax", softmax, moe, norm=norm, layers=layers)
 
 
 _A, _P = "(model.|)layers.{i}.self_attn.", "layers.{i}.mixer."

@@ -17,7 +17,7 @@ def spec(config: Config) -> ModelSpec:
     positions = rope(config, size, 5000000.0, partial=int(config.get("rotary_dim", size)) / size)
     attention = gqa(config, head_dim=size, scale=size**-0.5, rope=positions, qk_norm=rms(config), qk_norm_over="width")
     moe = mixture(config, router(config, scoring="sigmoid", correction_bias=True, eps=0.0), "intermediate_size")
-    return decoder(config, "minimax_m2", lambda i: attention, lambda i: moe)
+    return decoder(config, "minimax_m2", attention, moe)
 
 
 RULES = TRUNK + ATTENTION + QK_NORM + MIXTURE

@@ -24,7 +24,7 @@ def spec(config: Config) -> ModelSpec:
         activation=activation(config),
         router=Router(top_k=config.size("num_experts_per_tok")),
     )
-    return decoder(config, "mixtral", lambda i: attention, lambda i: moe, norm=rms(config, 1e-5))
+    return decoder(config, "mixtral", attention, moe, norm=rms(config, 1e-5))
 
 
 RULES = (

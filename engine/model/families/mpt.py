@@ -40,9 +40,7 @@ def spec(config: Config) -> ModelSpec:
     feed_forward = MLP(intermediate=4 * hidden, activation="gelu", gated=False)
     norm = layer_norm(config, "layer_norm_epsilon", bias=False)
     reach = int(config.get("max_seq_len", 2048))
-    return decoder(
-        config, "mpt", lambda i: attention, lambda i: feed_forward, norm=norm, tie_default=True, max_positions=reach
-    )
+    return decoder(config, "mpt", attention, feed_forward, norm=norm, tie_default=True, max_positions=reach)
 
 
 _L = "transformer.blocks.{i}."

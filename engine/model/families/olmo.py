@@ -53,7 +53,7 @@ def spec(config: Config) -> ModelSpec:
 
     feed_forward = mlp(config)
     norms = PRE if is_first else POST
-    return decoder(config, model_type, attention, lambda i: feed_forward, norm=norm, norms=norms)
+    return decoder(config, model_type, attention, feed_forward, norm=norm, norms=norms)
 
 
 RULES = ENDS + POST_NORMS + ATTENTION + QK_NORM + DENSE

@@ -71,7 +71,7 @@ def spec(config: Config) -> ModelSpec:
         "linear_attention": LayerSpec(mixer=delta, ffn=feed_forward, mixer_norm=norm, ffn_norm=norm),
     }
     layers = tuple(places[kind] for kind in kinds_of(config))
-    return decoder(config, "olmo_hybrid", lambda i: softmax, lambda i: feed_forward, layers=layers)
+    return decoder(config, "olmo_hybrid", softmax, feed_forward, layers=layers)
 
 
 def norm_names(config: Config) -> tuple[WeightRule, ...]:

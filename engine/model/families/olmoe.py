@@ -1,17 +1,7 @@
 """OLMoE: queries and keys normed over all heads and clamped, softmax-routed experts weighed as they are."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    PRE,
-    QK_NORM,
-    TRUNK,
-    decoder,
-    gqa,
-    head_dim,
-    rms,
-    rope,
-)
+from firstlight.engine.model.families.common import ATTENTION, PRE, QK_NORM, TRUNK, decoder, gqa, head_dim, rms, rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router
 from firstlight.engine.model.spec import ModelSpec
@@ -31,7 +21,7 @@ def model(config: Config, family: str, norms: tuple[str, ...], theta: float, eps
     )
     chooses = router(config, normalize=bool(config.get("norm_topk_prob", False)), eps=0.0)
     moe = mixture(config, chooses, "intermediate_size")
-    return decoder(config, family, lambda i: attention, lambda i: moe, norm=norm, norms=norms)
+    return decoder(config, family, attention, moe, norm=norm, norms=norms)
 
 
 def spec(config: Config) -> ModelSpec:

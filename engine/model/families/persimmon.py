@@ -2,14 +2,13 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
-    ENDS,
-    activation,
+    TRUNK,
     decoder,
     gqa,
     head_dim,
     in_layers,
     layer_norm,
-    mlp,
+    plain_mlp,
     rope,
 )
 from firstlight.engine.model.families.family import Family
@@ -27,13 +26,11 @@ def spec(config: Config) -> ModelSpec:
         output_bias=True,
         qk_norm=norm if config.get("qk_layernorm", True) else None,
     )
-    feed_forward = mlp(config, activation=activation(config, default="relu2"), gated=False, bias=True)
-    return decoder(config, "persimmon", lambda i: attention, lambda i: feed_forward, norm=norm)
+    feed_forward = plain_mlp(config, "relu2", bias=True)
+    return decoder(config, "persimmon", attention, feed_forward, norm=norm)
 
 
 NAMES = {
-    "input_layernorm": "mixer_norm",
-    "post_attention_layernorm": "ffn_norm",
     "self_attn.query_key_value": "mixer.qkv",
     "self_attn.dense": "mixer.o",
     "self_attn.q_layernorm": "mixer.q_norm",
@@ -41,4 +38,4 @@ NAMES = {
     "mlp.dense_h_to_4h": "ffn.up",
     "mlp.dense_4h_to_h": "ffn.down",
 }
-FAMILY = Family(name="persimmon", model_types=("persimmon",), spec=spec, rules=ENDS + in_layers(NAMES))
+FAMILY = Family(name="persimmon", model_types=("persimmon",), spec=spec, rules=TRUNK + in_layers(NAMES))

@@ -1,17 +1,7 @@
 """Phi-1 to Phi-2: attention and feed-forward side by side behind one norm, biases everywhere, partial rotation."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ENDS,
-    activation,
-    decoder,
-    gqa,
-    head_dim,
-    in_layers,
-    layer_norm,
-    mlp,
-    rope,
-)
+from firstlight.engine.model.families.common import ENDS, decoder, gqa, head_dim, in_layers, layer_norm, plain_mlp, rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
 
@@ -25,12 +15,12 @@ def spec(config: Config) -> ModelSpec:
         output_bias=True,
         qk_norm=norm if config.get("qk_layernorm", False) else None,
     )
-    feed_forward = mlp(config, activation=activation(config, default="gelu_new"), gated=False, bias=True)
+    feed_forward = plain_mlp(config, "gelu_new", bias=True)
     return decoder(
         config,
         "phi",
-        lambda i: attention,
-        lambda i: feed_forward,
+        attention,
+        feed_forward,
         norm=norm,
         norms=("mixer_norm",),
         layer={"parallel": True},

@@ -27,7 +27,7 @@ def spec(config: Config) -> ModelSpec:
     positions = rope(config, head_dim(config), partial=1.0)
     attention = gqa(config, rope=positions, window=config.get("sliding_window"))
     feed_forward = mlp(config)
-    return decoder(config, "phi3", lambda i: attention, lambda i: feed_forward, norm=rms(config, 1e-5))
+    return decoder(config, "phi3", attention, feed_forward, norm=rms(config, 1e-5))
 
 
 RULES = TRUNK + FUSED_ATTENTION + FUSED_DENSE + ATTENTION + DENSE

@@ -22,7 +22,7 @@ def spec(config: Config) -> ModelSpec:
     chooses = router(config, top_k=2, scoring="sparsemixer", jitter=float(config.get("router_jitter_noise", 0.01)))
     moe = mixture(config, chooses, "intermediate_size")
     head_bias = bool(config.get("lm_head_bias", False))
-    return decoder(config, "phimoe", lambda i: attention, lambda i: moe, norm=norm, head_bias=head_bias)
+    return decoder(config, "phimoe", attention, moe, norm=norm, head_bias=head_bias)
 
 
 RULES = TRUNK + ATTENTION + MIXTURE

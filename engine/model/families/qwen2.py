@@ -1,16 +1,7 @@
 """Qwen2 and Qwen2.5: Llama's layout with biases on q, k and v, and windows on the upper layers where switched on."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    TRUNK,
-    decoder,
-    gqa,
-    layer_windows,
-    mlp,
-    silent_rope,
-)
+from firstlight.engine.model.families.common import LLAMA, decoder, gqa, layer_windows, mlp, silent_rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import ModelSpec
 
@@ -34,10 +25,10 @@ def spec(config: Config) -> ModelSpec:
         silent_rope(config, rope_type="default", rope_theta=1000000.0)
     window = windows(config)
     feed_forward = mlp(config)
-    return decoder(config, "qwen2", lambda i: gqa(config, qkv_bias=True, window=window[i]), lambda i: feed_forward)
+    return decoder(config, "qwen2", lambda i: gqa(config, qkv_bias=True, window=window[i]), feed_forward)
 
 
-RULES = TRUNK + ATTENTION + DENSE
+RULES = LLAMA
 FAMILY = Family(
     name="qwen2",
     model_types=("qwen2", *OF_PICTURES),

@@ -1,16 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts weighed as they are, a shared one behind a gate of its own."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    TRUNK,
-    activation,
-    decoder,
-    gqa,
-    layer_windows,
-    mlp,
-)
+from firstlight.engine.model.families.common import LLAMA, activation, decoder, gqa, layer_windows, mlp
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router
 from firstlight.engine.model.spec import MLP, FeedForward, ModelSpec
@@ -43,5 +34,5 @@ def spec(config: Config) -> ModelSpec:
     return decoder(config, "qwen2_moe", lambda i: gqa(config, qkv_bias=bias, window=windows[i]), feed_forward)
 
 
-RULES = TRUNK + ATTENTION + DENSE + MIXTURE
+RULES = LLAMA + MIXTURE
 FAMILY = Family(name="qwen2_moe", model_types=("qwen2_moe",), spec=spec, rules=RULES)

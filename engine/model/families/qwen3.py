@@ -1,18 +1,7 @@
 """Qwen3 (dense): RMSNorm on every query and key head, head size apart from the width."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    QK_NORM,
-    TRUNK,
-    decoder,
-    gqa,
-    mlp,
-    rms,
-    rope,
-    silent_rope,
-)
+from firstlight.engine.model.families.common import LLAMA, QK_NORM, decoder, gqa, mlp, rms, rope, silent_rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.qwen2 import windows
 from firstlight.engine.model.spec import Attention, ModelSpec
@@ -40,8 +29,8 @@ def spec(config: Config) -> ModelSpec:
     head_dim = int(
         config.stated("head_dim", absent=128) or config.size("hidden_size") // config.size("num_attention_heads")
     )
-    return decoder(config, "qwen3", lambda i: attention(config, head_dim, window[i]), lambda i: feed_forward)
+    return decoder(config, "qwen3", lambda i: attention(config, head_dim, window[i]), feed_forward)
 
 
-RULES = TRUNK + ATTENTION + QK_NORM + DENSE
+RULES = LLAMA + QK_NORM
 FAMILY = Family(name="qwen3", model_types=("qwen3", "qwen3_vl_text"), spec=spec, rules=RULES)

@@ -5,14 +5,7 @@ import msgspec
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import decoder, mlp
 from firstlight.engine.model.families.family import Family
-from firstlight.engine.model.families.qwen3_next import (
-    RULES,
-    attention,
-    delta_attention,
-    full_layers,
-    mixture,
-    norm,
-)
+from firstlight.engine.model.families.qwen3_next import RULES, attention, delta_attention, full_layers, mixture, norm
 from firstlight.engine.model.spec import FeedForward, Mixer, ModelSpec
 
 
@@ -25,7 +18,7 @@ def spec(config: Config) -> ModelSpec:
     def mixer(index: int) -> Mixer:
         return softmax if index in full else delta
 
-    found = decoder(config, "qwen3_5", mixer, lambda i: feed_forward, norm=norm(config))
+    found = decoder(config, "qwen3_5", mixer, feed_forward, norm=norm(config))
     extra = msgspec.structs.replace(found.layers[0], mixer=softmax)  # for more tokens at once; inference does without
     ends = bool(config.get("mtp_use_dedicated_embeddings", False))
     count = int(config.get("mtp_num_hidden_layers", 0))

@@ -1,17 +1,7 @@
 """Qwen3-MoE: Qwen3's attention over softmax-routed experts; some layers may stay dense."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import (
-    ATTENTION,
-    DENSE,
-    QK_NORM,
-    TRUNK,
-    activation,
-    decoder,
-    experts,
-    head_dim,
-    mlp,
-)
+from firstlight.engine.model.families.common import LLAMA, QK_NORM, activation, decoder, experts, head_dim, mlp
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.qwen3 import attention
 from firstlight.engine.model.spec import FeedForward, ModelSpec, MoE, Router
@@ -34,10 +24,10 @@ def spec(config: Config) -> ModelSpec:
         return dense if index in dense_layers or (index + 1) % step else moe
 
     mixer = attention(config, head_dim(config), window)
-    return decoder(config, "qwen3_moe", lambda i: mixer, feed_forward)
+    return decoder(config, "qwen3_moe", mixer, feed_forward)
 
 
-RULES = TRUNK + ATTENTION + QK_NORM + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj")
+RULES = LLAMA + QK_NORM + experts("mlp", "gate_proj", "up_proj", "down_proj")
 FAMILY = Family(
     name="qwen3_moe",
     model_types=("qwen3_moe", "qwen3_vl_moe_text"),

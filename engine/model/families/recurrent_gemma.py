@@ -56,7 +56,7 @@ def spec(config: Config) -> ModelSpec:
         config,
         "recurrent_gemma",
         lambda i: mixers[kinds[i % len(kinds)]],
-        lambda i: feed_forward,
+        feed_forward,
         norm=msgspec.structs.replace(rms(config), offset=1.0),
         tie_default=True,
         embed_scale=rounded(hidden**0.5),

@@ -21,7 +21,7 @@ def _grouped(config: Config) -> ModelSpec:
         qkv_bias=bool(config.get("attention_bias", config.get("use_qkv_bias", False))),
         qk_norm=norm if config.get("use_qk_norm", True) else None,
     )
-    plain = decoder(config, "sarvam_moe", lambda i: attention, lambda i: moe if sparse[i] else dense, norm=norm)
+    plain = decoder(config, "sarvam_moe", attention, lambda i: moe if sparse[i] else dense, norm=norm)
     return with_extra_layers(config, plain, plain.layers[-1])
 
 

@@ -28,8 +28,8 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         config,
         "stablelm",
-        lambda i: attention,
-        lambda i: feed_forward,
+        attention,
+        feed_forward,
         norm=layer_norm(config, "layer_norm_eps"),
         norms=("mixer_norm",) if parallel else PRE,
         layer={"parallel": parallel},

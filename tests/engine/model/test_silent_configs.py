@@ -107,3 +107,17 @@ def test_what_a_file_says_is_never_replaced_by_what_is_assumed() -> None:
             given["num_key_value_heads"] = said
         heads[said] = FAMILIES.describe(given)[0].layers[0].mixer.num_kv_heads  # type: ignore[union-attr]
     assert heads == {"absent": 8, None: 16, 4: 4}
+
+
+def test_a_nested_model_that_does_not_name_its_type_is_that_of_its_part() -> None:
+    """Types of nested models are left out by releases; what their own code takes is read all the same."""
+    raw = tiny("mistral3")
+    text = {key: value for key, value in raw["text_config"].items() if key != "num_key_value_heads"}
+    named = {**raw, "text_config": {**text, "num_attention_heads": 16, "hidden_size": 128}}
+    silent = {
+        **named,
+        "text_config": {key: value for key, value in named["text_config"].items() if key != "model_type"},
+    }
+    assert named["text_config"]["model_type"] == "mistral"
+    assert FAMILIES.describe(silent)[0].layers[0].mixer.num_kv_heads == 8  # type: ignore[union-attr]
+    assert described(silent) == described(named)
