@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
-from firstlight.engine.weights.header import Header, TensorInfo, read_header
+from firstlight.engine.weights.header import Header, TensorInfo, header_bytes, read_header
 from firstlight.engine.weights.index import (
     CONFIG_LIMIT_BYTES,
+    LARGE_BYTES,
     Index,
     against_headers,
     against_payload,
     held,
+    names_in,
     read_index,
     read_object,
 )
@@ -30,6 +33,13 @@ from firstlight.engine.weights.sources.base import AnyPath, ByteSource
 from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
 from firstlight.engine.weights.uncollected import uncollected
 
+if TYPE_CHECKING:
+    from firstlight.engine.weights.shard_columns import ShardColumns
+    from firstlight.engine.weights.table import Table
+    from firstlight.engine.weights.weight_map import WeightMap
+
+T = TypeVar("T")
+MANY = 20_000  # tensors from which on columns take the place of objects
 _NAME = attrgetter("name")
 COMPARED_BYTES = 64 << 20  # of tensors that two shards hold
 
@@ -37,12 +47,13 @@ COMPARED_BYTES = 64 << 20  # of tensors that two shards hold
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a directory says about its weights without reading one: the raw configuration is the truth.
 
-    `side_files` are the other files by name. `findings` holds what is wrong with files, headers and index.
+    `tensors` of very many make entries when they are asked for, and are no dict (`table.py`). `side_files` are the
+    other files by name. `findings` holds what is wrong with files, headers and index.
     """
 
     directory: str
     config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]
     shards: tuple[str, ...]
     side_files: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -70,9 +81,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         tensors, problems, broken = _headers(directory, source, files, index)
         findings.extend(problems)
         if index is not None:
-            findings.extend(against_headers(index.weight_map, tensors, files, broken))
+            findings.extend(against_headers(*_unlike(index.weight_map, tensors), files, broken))
             if not any(finding.severity == "fatal" for finding in findings):
-                findings.extend(against_payload(index, sum(tensor.nbytes for tensor in tensors.values())))
+                findings.extend(against_payload(index, payload_bytes(tensors)))
         findings.extend(_other_files(names))
         return cls(
             directory=str(directory),
@@ -90,7 +101,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def payload_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return payload_bytes(self.tensors)
 
     def path(self, file: str) -> Path:
         return Path(self.directory) / file
@@ -128,6 +139,22 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         broken = [finding for finding in self.findings if finding.severity == "fatal"]
         if broken:
             raise Refused(broken)
+
+
+def payload_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    """Of all tensors together."""
+    return sum(tensor.nbytes for tensor in tensors.values()) if isinstance(tensors, dict) else tensors.nbytes
+
+
+def _unlike(
+    weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInfo] | Table
+) -> tuple[Mapping[str, str], Mapping[str, TensorInfo]]:
+    """Index and tensors, of very many only what is not the same in both."""
+    if isinstance(tensors, dict):
+        return weight_map, tensors
+    from firstlight.engine.weights.weight_map import unlike
+
+    return unlike(weight_map, tensors)
 
 
 def _directory(source: str | os.PathLike[str]) -> Path:
@@ -198,33 +225,59 @@ def _unread(tensor: TensorInfo, why: Finding) -> Finding:
 
 def _headers(
     directory: Path, source: ByteSource, files: Sequence[str], index: Index | None
-) -> tuple[dict[str, TensorInfo], list[Finding], list[str]]:
+) -> tuple[Mapping[str, TensorInfo], list[Finding], list[str]]:
     """All tensors by name, what is wrong with the files, and the files whose header could not be read at all."""
-    headers: list[Header] = []
+    read = _read(paths_of(directory, source, files), index)
+    broken = [file for file, header in zip(files, read, strict=True) if isinstance(header, Refused)]
+    listed = names_in(index.weight_map, broken) if index is not None and broken else {}
     findings: list[Finding] = []
-    broken: list[str] = []
-    weight_map = index.weight_map if index else {}
-    for file, header in zip(files, in_turn(_header_or_why, paths_of(directory, source, files)), strict=True):
+    for file, header in zip(files, read, strict=True):
         if isinstance(header, Refused):
-            broken.append(file)
-            held_in_it = tuple(sorted(name for name, where in weight_map.items() if where == file))
-            findings.extend(_with_tensors(finding, held_in_it) for finding in header.findings)
-            continue
-        headers.append(header)
-        findings.extend(header.findings)
-    tensors: dict[str, TensorInfo] = {}
-    for header in headers:
-        tensors.update(zip(map(_NAME, header.tensors), header.tensors, strict=True))
-    if len(tensors) != sum(len(header.tensors) for header in headers):
-        findings.extend(_settle_copies(tensors, headers, weight_map, source))
+            findings.extend(_with_tensors(finding, listed.get(file, ())) for finding in header.findings)
+        elif isinstance(header, Header):
+            findings.extend(header.findings)
+    tensors, copies = _gathered([header for header in read if not isinstance(header, Refused)])
+    if copies:
+        chosen, doubled = _settled(copies, index.weight_map if index else {}, source)
+        findings.extend(doubled)
+        tensors = {**tensors, **chosen} if isinstance(tensors, dict) else tensors.without_copies(chosen)
     return tensors, findings, broken
 
 
-def _header_or_why(path: AnyPath) -> Header | Refused:
+def _read(paths: Sequence[AnyPath], index: Index | None) -> list[Header | ShardColumns | Refused]:
+    """The header of each file, or why it has none; of very many tensors as columns where nothing is unusual."""
+    are_many = header_bytes(paths) >= LARGE_BYTES if index is None else len(index.weight_map) >= MANY
+    if not are_many or not paths:
+        return list(in_turn(partial(_or_why, read_header), paths))
+    from firstlight.engine.weights.shard_columns import read_shard
+
+    first = _or_why(read_shard, paths[0])
+    are_usual = not isinstance(first, Header) or bool(first.findings)
+    return [first, *in_turn(partial(_or_why, read_shard if are_usual else read_header), paths[1:])]
+
+
+def _or_why(read: Callable[[AnyPath], T], path: AnyPath) -> T | Refused:
     try:
-        return read_header(path)
+        return read(path)
     except Refused as refused:
         return refused
+
+
+def _gathered(headers: Sequence[Header | ShardColumns]) -> tuple[dict[str, TensorInfo] | Table, list[TensorInfo]]:
+    """All tensors by name, in the order of files, and, if any share theirs, those that do, or all."""
+    groups = [header.tensors for header in headers if isinstance(header, Header)]
+    if len(groups) < len(headers):
+        from firstlight.engine.weights.table import Table, infos_of
+
+        table = Table.of(headers)
+        if table is not None:
+            return table, table.infos(table.twice)
+        groups = [header.tensors if isinstance(header, Header) else infos_of(header) for header in headers]
+    tensors: dict[str, TensorInfo] = {}
+    for group in groups:
+        tensors.update(zip(map(_NAME, group), group, strict=True))
+    every = [tensor for group in groups for tensor in group]
+    return tensors, every if len(every) != len(tensors) else []
 
 
 def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:
@@ -235,9 +288,9 @@ def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:
     return msgspec.structs.replace(finding, message=message, tensors=tensors)
 
 
-def _settle_copies(
-    tensors: dict[str, TensorInfo], headers: Iterable[Header], index: Mapping[str, str], source: ByteSource
-) -> Iterator[Finding]:
+def _settled(
+    tensors: Iterable[TensorInfo], index: Mapping[str, str], source: ByteSource
+) -> tuple[dict[str, TensorInfo], list[Finding]]:
     """Of two copies of a tensor the index decides; without its word they must be equal, or neither is trusted.
 
     Copies are compared byte by byte, up to `COMPARED_BYTES` in all.
@@ -245,7 +298,7 @@ def _settle_copies(
     first: dict[str, TensorInfo] = {}
     copies: dict[tuple[str, str, bool, bool | None], list[str]] = {}
     left_bytes = COMPARED_BYTES
-    for tensor in (tensor for header in headers for tensor in header.tensors):
+    for tensor in tensors:
         earlier = first.setdefault(tensor.name, tensor)
         if earlier is tensor:
             continue
@@ -260,8 +313,7 @@ def _settle_copies(
             first[tensor.name] = tensor
         where = earlier.file, tensor.file, chosen in (tensor.file, earlier.file), same
         copies.setdefault(where, []).append(tensor.name)
-    tensors.update(first)
-    yield from (_copies(*where, names) for where, names in copies.items())
+    return first, [_copies(*where, names) for where, names in copies.items()]
 
 
 def _are_equal(source: ByteSource, one: TensorInfo, other: TensorInfo) -> bool | None:

@@ -5,15 +5,16 @@ Source of the format: https://github.com/huggingface/safetensors (README, "Forma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import attrgetter, itemgetter, sub
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -62,7 +63,7 @@ class _Metadata(msgspec.Struct):
 
 _Entries = dict[str, _Entry]
 _decode_metadata = msgspec.json.Decoder(_Metadata).decode
-_decode_pairs = msgspec.json.Decoder(dict[str, str]).decode
+decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
 _decode = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
@@ -85,6 +86,20 @@ def read_header(path: AnyPath) -> Header:
 
     Reads the length and the header only. Memory is bounded by what the file really holds, whatever it claims.
     """
+    return header_of(read_text(path))
+
+
+class HeaderText(NamedTuple):
+    """A header as it is written, of `length_bytes`, and the size of its file."""
+
+    file: str
+    file_bytes: int
+    length_bytes: int
+    text: bytearray
+
+
+def read_text(path: AnyPath) -> HeaderText:
+    """The text of a header. Raises `Refused` for a file that can hold none."""
     file = path.name
     try:
         with _open(path) as stream:
@@ -95,10 +110,9 @@ def read_header(path: AnyPath) -> Header:
             if 8 + length > size:
                 raise Refused(_cut_in_header(file, 8 + length, size))
             stream.seek(8)
-            text = _read_text(file, stream, length)
+            return HeaderText(file, size, length, _read_text(file, stream, length))
     except OSError as error:
         raise Refused(_unreadable(path, error)) from error
-    return _header(file, size, length, text)
 
 
 def _refuse_dense(file: str, text: bytearray) -> None:
@@ -120,7 +134,20 @@ def _refuse_dense(file: str, text: bytearray) -> None:
         )
 
 
-def _header(file: str, size: int, length: int, text: bytearray) -> Header:
+def header_bytes(paths: Iterable[AnyPath]) -> int:
+    """What the headers of files here say they take, together; of files afar nothing is asked."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError, Refused):
+            if isinstance(path, Path):
+                with _open(path) as stream:
+                    total += min(int.from_bytes(stream.read(8), "little"), path.stat().st_size)
+    return total
+
+
+def header_of(written: HeaderText) -> Header:
+    """The header that a text is, checked against the size of its file; the text is given up. Raises `Refused`."""
+    file, size, length, text = written
     _refuse_dense(file, text)
     entries, findings = _parse(file, text)
     entries.pop(METADATA, None)
@@ -145,7 +172,7 @@ def _sound(file: str, size: int, base: int, entries: _Entries) -> tuple[TensorIn
     """
     kinds = list(map(_dtype_and_shape, entries.values()))
     try:
-        forms = {kind: (*kind, _kind_bytes(*kind)) for kind in set(kinds)}
+        forms = {kind: (*kind, kind_bytes(*kind)) for kind in set(kinds)}
     except (KeyError, TypeError, ValueError):  # an unknown dtype, no shape, a shape of no whole bytes
         return None
     offsets = list(map(_offsets, entries.values()))
@@ -161,7 +188,7 @@ def _sound(file: str, size: int, base: int, entries: _Entries) -> tuple[TensorIn
     return tuple(map(TensorInfo, entries, *columns))
 
 
-def _kind_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def kind_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor. Raises KeyError, TypeError and ValueError for one that cannot be."""
     if len(shape) > MAX_DIMS:
         raise ValueError(shape)
@@ -384,7 +411,7 @@ def _metadata_problems(file: str, text: bytearray) -> Iterator[Finding]:
         return
     try:
         if text.startswith(opening):  # as every writer has it: there is no need to read on
-            _decode_pairs(text[len(opening) : text.find(b"}") + 1])
+            decode_metadata(text[len(opening) : text.find(b"}") + 1])
             return
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass

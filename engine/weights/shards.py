@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
-from firstlight.engine.weights.index import INDEX, Index, by_file, held
+from firstlight.engine.weights.index import INDEX, Index, files_of, held, names_in
+
+if TYPE_CHECKING:
+    from firstlight.engine.weights.weight_map import WeightMap
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_FORMATS = {
@@ -84,12 +88,12 @@ def _unapplied(files: Iterable[str]) -> Iterator[Finding]:
 
 
 def _by_index(
-    names: tuple[str, ...], present: list[str], weight_map: Mapping[str, str]
+    names: tuple[str, ...], present: list[str], weight_map: dict[str, str] | WeightMap
 ) -> tuple[list[str], list[Finding]]:
     findings: list[Finding] = []
-    listed = sorted(set(weight_map.values()))
+    listed = sorted(files_of(weight_map))
     if unread := [file for file in listed if file not in present]:
-        held_in = by_file(weight_map)
+        held_in = names_in(weight_map, unread)
         findings.extend(
             _missing(file, names, held_in[file])
             if file.endswith(".safetensors")

@@ -1,0 +1,107 @@
+"""Very many names, and what is known of each, as columns: half a million tensors without an object for each. No torch.
+
+A name is a pattern, `layers.*.w1`, and its numbers; `Names` makes it when it is asked for. What is made here from
+whole headers is what the plain parser (`header.py`) gives for them; for a header about which anything is unusual there
+is that parser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from firstlight.engine.weights.patterns import patterns
+
+Ints = NDArray[np.int64]
+_MOST_KEYS = 1 << 62
+_NUMBER = re.compile(r"\.(\d+)(?=\.|\Z)")
+
+
+class Names:
+    """Names by row: `kinds` is the pattern of each, `numbers` what stands at its stars, in order, 0 behind these."""
+
+    def __init__(self, patterns: Sequence[str], kinds: Ints, numbers: Ints) -> None:
+        self.patterns, self.kinds, self.numbers = tuple(patterns), kinds, numbers
+        self.stars = [pattern.count("*") for pattern in self.patterns]
+        self._rows: dict[int, dict[tuple[int, ...], int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def of(self, kind: int, rows: Ints, pattern: str | None = None) -> list[str]:
+        """Names of rows of one kind, or what they are by another pattern of as many stars."""
+        pattern = self.patterns[kind] if pattern is None else pattern
+        return filled(pattern, self.numbers[rows, : self.stars[kind]])
+
+    def some(self, rows: Ints) -> list[str]:
+        """Names of any rows."""
+        found = np.empty(len(rows), object)
+        kinds = self.kinds[rows]
+        for kind in np.unique(kinds).tolist():
+            places = np.flatnonzero(kinds == kind)
+            found[places] = self.of(kind, rows[places])
+        names: list[str] = found.tolist()
+        return names
+
+    @cached_property
+    def by_kind(self) -> list[Ints]:
+        """The rows of each kind, in order."""
+        order = np.argsort(self.kinds, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(self.kinds, minlength=len(self.patterns)))[:-1])
+
+    @cached_property
+    def _by_pattern(self) -> dict[str, int]:
+        return {pattern: kind for kind, pattern in enumerate(self.patterns)}
+
+    def find(self, name: str) -> int | None:
+        """The row of a name; None where there is none."""
+        kind = self._by_pattern.get(patterns([name])[0])
+        if kind is None:
+            return None
+        texts = _NUMBER.findall(name)
+        if any(len(text) > 18 or str(int(text)) != text for text in texts):
+            return None
+        return self.rows_of(kind).get(tuple(map(int, texts)))
+
+    def rows_of(self, kind: int) -> dict[tuple[int, ...], int]:
+        """Row by numbers, of one kind."""
+        if kind not in self._rows:
+            rows = self.by_kind[kind]
+            columns = self.numbers[rows, : self.stars[kind]].T.tolist()
+            self._rows[kind] = dict(zip(zip(*columns, strict=True) if columns else [()], rows.tolist(), strict=True))
+        return self._rows[kind]
+
+
+def filled(pattern: str, numbers: Ints) -> list[str]:
+    """The pattern with each row of numbers in place of its stars."""
+    if not numbers.shape[1]:
+        return [pattern] * len(numbers)
+    form = pattern.replace("%", "%%").replace("*", "%d")
+    return [form % row for row in zip(*numbers.T.tolist(), strict=True)]
+
+
+def radixes(*tables: Ints) -> list[int] | None:
+    """For each column one more than its largest number in any table; None where keys would be too large."""
+    most = max(table.shape[1] for table in tables)
+    found = [
+        1 + max((int(table[:, place].max(initial=0)) for table in tables if place < table.shape[1]), default=0)
+        for place in range(most)
+    ]
+    keys = 1
+    for radix in found:
+        keys *= radix
+    return found if keys < _MOST_KEYS >> 20 else None
+
+
+def keys(kinds: Ints, numbers: Ints, radix: Sequence[int]) -> Ints:
+    """One number for each row, the same for equal kinds and numbers and for no others."""
+    found = kinds.astype(np.int64)
+    for place, size in enumerate(radix):
+        found *= size
+        if place < numbers.shape[1]:
+            found += numbers[:, place]
+    return found

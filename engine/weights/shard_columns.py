@@ -1,0 +1,162 @@
+"""A shard's header as columns, in a fraction of the time that objects take: what `header.py` gives for sound headers.
+
+Source of the format: https://github.com/huggingface/safetensors (README, "Format"). No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from firstlight.engine.weights.header import (
+    DENSE_FROM_BYTES,
+    METADATA,
+    Header,
+    HeaderText,
+    TensorInfo,
+    decode_metadata,
+    header_of,
+    kind_bytes,
+    read_text,
+)
+from firstlight.engine.weights.lines import Lines, read_lines
+from firstlight.engine.weights.names import Ints, keys, radixes
+from firstlight.engine.weights.sources.base import AnyPath
+
+NAME = r'([^"\\{}\[\],:\x00-\x1f]*)'
+_NUMBER = r"(?:0|[1-9]\d{0,17})"
+_ENTRY = re.compile(
+    rf'{NAME}": ?\{{"dtype": ?"(\w+)", ?"shape": ?\[({_NUMBER}(?:, ?{_NUMBER})*)?\], ?"data_offsets": ?\[\*, ?\*\]',
+    re.ASCII,
+)
+_OPENING = b'{"__metadata__":'
+_BETWEEN = (b'},"', b'}, "')  # entries, as most writers have it
+
+
+class Form(NamedTuple):
+    """What tensors of one pattern of names, dtype and shape share."""
+
+    pattern: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class ShardColumns(NamedTuple):
+    """One shard's tensors in file order: form, numbers of the name, and where the data begins in the file."""
+
+    file: str
+    forms: tuple[Form, ...]
+    ids: Ints
+    numbers: Ints
+    offsets: Ints
+
+
+def read_shard(path: AnyPath) -> ShardColumns | Header:
+    """The tensors of one file as columns, or, where anything is wrong or unusual, as the plain parser has them.
+
+    Raises `Refused` for a file that is no safetensors file.
+    """
+    written = read_text(path)
+    found = columns_of(written)
+    return header_of(written) if found is None else found
+
+
+def columns_of(written: HeaderText) -> ShardColumns | None:
+    """The columns of a header that is sound and written as most are; else None."""
+    file, size, length, text = written
+    read = _entries(text) if len(text) < DENSE_FROM_BYTES else None
+    if read is None:
+        return None
+    forms, lines = read
+    (starts, stops), numbers = _offsets(forms, lines)
+    nbytes = np.array([form.nbytes for form in forms])[lines.ids]
+    order = slice(None)
+    if not _is_whole(starts, stops, size - 8 - length):
+        order = np.lexsort((nbytes, starts))
+        starts, stops = starts[order], stops[order]
+        if not _is_whole(starts, stops, size - 8 - length):
+            return None
+    if np.any(stops - starts != nbytes[order]):
+        return None
+    found = ShardColumns(file, forms, lines.ids[order], numbers[order], starts + (8 + length))
+    return found if _are_apart(found) else None
+
+
+def columns_of_tensors(file: str, tensors: Sequence[TensorInfo]) -> ShardColumns | None:
+    """Columns of tensors that the plain parser found; None where their names are unusual."""
+    entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": (0, 0)} for t in tensors}
+    read = _entries(bytearray(msgspec.json.encode(entries))) if entries else None
+    if read is None:
+        return None
+    forms, lines = read
+    _, numbers = _offsets(forms, lines)
+    return ShardColumns(file, forms, lines.ids, numbers, np.array([t.offset_bytes for t in tensors]))
+
+
+def _entries(text: bytearray) -> tuple[tuple[Form, ...], Lines] | None:
+    """Entries by form, if there are any and nothing about them is unusual; what they say is not checked yet."""
+    text = text.rstrip(b" \t\r\n")
+    between = next((between for between in _BETWEEN if between in text), _BETWEEN[0])
+    start = 2
+    if text.startswith(_OPENING):
+        start = text.find(b"}") + 1
+        try:
+            decode_metadata(text[len(_OPENING) : start])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if not text.startswith(between[1:], start):
+            return None
+        start += len(between) - 1
+    elif not text.startswith(b'{"'):
+        return None
+    lines = read_lines(text[start:-1], between) if text.endswith(b"]}}") else None
+    if lines is None:
+        return None
+    found = tuple(map(_form, lines.forms))
+    forms = tuple(form for form in found if form is not None)
+    return (forms, lines) if len(forms) == len(found) else None
+
+
+def _form(line: str) -> Form | None:
+    match = _ENTRY.fullmatch(line)
+    if match is None or match[1] == METADATA:
+        return None
+    pattern, dtype = match[1], match[2]
+    shape = tuple(map(int, match[3].split(","))) if match[3] else ()
+    try:
+        return Form(pattern, dtype, shape, _bounded(kind_bytes(dtype, shape)))
+    except (KeyError, ValueError):
+        return None
+
+
+def _bounded(nbytes: int) -> int:
+    if nbytes >= 1 << 62:
+        raise ValueError(nbytes)
+    return nbytes
+
+
+def _offsets(forms: Sequence[Form], lines: Lines) -> tuple[tuple[Ints, Ints], Ints]:
+    """Where the data of each tensor starts and stops, and the numbers of its name."""
+    stars = np.array([form.pattern.count("*") for form in forms])[lines.ids]
+    rows = np.arange(len(stars))
+    starts, stops = lines.numbers[rows, stars], lines.numbers[rows, stars + 1]
+    numbers = lines.numbers[:, : int(stars.max())]
+    return (starts, stops), np.where(np.arange(numbers.shape[1]) < stars[:, None], numbers, 0)
+
+
+def _is_whole(starts: Ints, stops: Ints, payload_bytes: int) -> bool:
+    """Whether data follow each other without a gap from first to last."""
+    return bool(starts[0] == 0 and stops[-1] == payload_bytes and np.array_equal(starts[1:], stops[:-1]))
+
+
+def _are_apart(found: ShardColumns) -> bool:
+    """Whether no name occurs twice."""
+    patterns = {form.pattern: number for number, form in enumerate(found.forms)}
+    kinds = np.array([patterns[form.pattern] for form in found.forms])[found.ids]
+    radix = radixes(found.numbers)
+    return radix is not None and len(np.unique(keys(kinds, found.numbers, radix))) == len(kinds)

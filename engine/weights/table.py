@@ -1,0 +1,180 @@
+"""All tensors of a very large checkpoint as a mapping that makes a `TensorInfo` when it is asked for one. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from functools import cached_property
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from firstlight.engine.weights.header import Header, TensorInfo
+from firstlight.engine.weights.names import Ints, Names, keys, radixes
+from firstlight.engine.weights.shard_columns import ShardColumns, columns_of_tensors
+
+
+class Place(NamedTuple):
+    """What is known of a tensor but its name, as numbers: `form` is its dtype, shape and bytes."""
+
+    file: Ints
+    form: Ints
+    offset_bytes: Ints
+
+    def at(self, rows: Ints) -> Place:
+        return Place(*(column[rows] for column in self))
+
+
+class Table(Mapping[str, TensorInfo]):
+    """Tensors by name, in the order of `rows`; forms are (dtype, shape, bytes)."""
+
+    def __init__(
+        self, names: Names, place: Place, files: Sequence[str], forms: Sequence[tuple[str, tuple[int, ...], int]]
+    ) -> None:
+        self.names, self.place, self.files, self.forms = names, place, tuple(files), tuple(forms)
+
+    @classmethod
+    def of(cls, headers: Sequence[Header | ShardColumns]) -> Table | None:
+        """All tensors of all shards, one after another; None where there are names that columns do not hold.
+
+        A name may be in several shards (`twice`).
+        """
+        shards = [
+            header if isinstance(header, ShardColumns) else columns_of_tensors(header.file, header.tensors)
+            for header in headers
+            if isinstance(header, ShardColumns) or header.tensors
+        ]
+        patterns: dict[str, int] = {}
+        forms: dict[tuple[str, tuple[int, ...], int], int] = {}
+        kinds, places = [], []
+        for number, shard in enumerate(shards):
+            if shard is None:
+                return None
+            own = [patterns.setdefault(form.pattern, len(patterns)) for form in shard.forms]
+            kinds.append(np.array(own, np.int32)[shard.ids])
+            own = [forms.setdefault((form.dtype, form.shape, form.nbytes), len(forms)) for form in shard.forms]
+            files = np.full(len(shard.ids), number, np.int32)
+            places.append(Place(files, np.array(own, np.int32)[shard.ids], shard.offsets))
+        numbers = _stacked([shard.numbers for shard in shards if shard is not None])
+        if radixes(numbers) is None:
+            return None
+        names = Names(tuple(patterns), np.concatenate(kinds), numbers)
+        place = Place(*map(np.concatenate, zip(*places, strict=True)))
+        return cls(names, place, [shard.file for shard in shards if shard is not None], tuple(forms))
+
+    @cached_property
+    def twice(self) -> Ints:
+        """The rows whose names occur more than once, in order."""
+        radix = radixes(self.names.numbers)
+        assert radix is not None
+        found = keys(self.names.kinds, self.names.numbers, radix)
+        ordered = np.sort(found)
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        return np.flatnonzero(np.isin(found, repeated)) if len(repeated) else repeated
+
+    def without_copies(self, chosen: Mapping[str, TensorInfo]) -> Table:
+        """One row for each name, where its first is; of those that occur more often it is that of the file chosen."""
+        source, first = np.arange(len(self.names)), dict[str, int]()
+        for row, info in zip(self.twice.tolist(), self.infos(self.twice), strict=True):
+            place = first.setdefault(info.name, row)
+            if place != row:
+                source[row] = -1
+            if chosen[info.name].file == info.file:
+                source[place] = row
+        return self.chosen(source[source >= 0])
+
+    def chosen(self, rows: Ints) -> Table:
+        """These rows alone, in this order."""
+        names = Names(self.names.patterns, self.names.kinds[rows], self.names.numbers[rows])
+        return Table(names, self.place.at(rows), self.files, self.forms)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors together."""
+        return self.bytes_of(self.place.form)
+
+    def bytes_of(self, forms: Ints) -> int:
+        """Of as many tensors as there are forms."""
+        counts = np.bincount(forms, minlength=len(self.forms)).tolist()
+        return sum(count * form[2] for count, form in zip(counts, self.forms, strict=True))
+
+    def infos(self, rows: Ints, names: Sequence[str] | None = None) -> list[TensorInfo]:
+        """Tensors of rows; `names`: theirs, where the caller has them."""
+        place = self.place.at(rows)
+        forms = [self.forms[form] for form in place.form.tolist()]
+        files = [self.files[file] for file in place.file.tolist()]
+        names = self.names.some(rows) if names is None else names
+        return [
+            TensorInfo(name, form[0], form[1], file, offset, form[2])
+            for name, form, file, offset in zip(names, forms, files, place.offset_bytes.tolist(), strict=True)
+        ]
+
+    def _info(self, row: int, name: str) -> TensorInfo:
+        dtype, shape, nbytes = self.forms[self.place.form[row]]
+        return TensorInfo(
+            name, dtype, shape, self.files[self.place.file[row]], int(self.place.offset_bytes[row]), nbytes
+        )
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        row = self.names.find(name)
+        if row is None:
+            raise KeyError(name)
+        return self._info(row, name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.names.find(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names.some(np.arange(len(self))))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def values(self) -> ValuesView[TensorInfo]:
+        return _Values(self)
+
+
+class _Values(ValuesView[TensorInfo]):
+    _mapping: Table
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return iter(self._mapping.infos(np.arange(len(self._mapping))))
+
+
+class Rows(Sequence[TensorInfo]):
+    """Some of a table's tensors, all of one kind, made when they are asked for."""
+
+    def __init__(self, table: Table, kind: int, rows: Ints) -> None:
+        self._table, self._kind, self.rows = table, kind, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> TensorInfo: ...
+    @overload
+    def __getitem__(self, place: slice) -> Rows: ...
+    def __getitem__(self, place: int | slice) -> TensorInfo | Rows:
+        if isinstance(place, slice):
+            return Rows(self._table, self._kind, self.rows[place])
+        rows = self.rows[[place]]
+        return self._table.infos(rows, self._table.names.of(self._kind, rows))[0]
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return iter(self._table.infos(self.rows, self._table.names.of(self._kind, self.rows)))
+
+
+def _stacked(tables: Sequence[Ints]) -> Ints:
+    """Tables one below the other, with zeros behind the columns of narrower ones."""
+    found = np.zeros((sum(map(len, tables)), max(table.shape[1] for table in tables)), np.int64)
+    start = 0
+    for table in tables:
+        found[start : start + len(table), : table.shape[1]] = table
+        start += len(table)
+    return found
+
+
+def infos_of(shard: ShardColumns) -> tuple[TensorInfo, ...]:
+    """The tensors that columns stand for."""
+    table = Table.of([shard])
+    assert table is not None
+    return tuple(table.values())
