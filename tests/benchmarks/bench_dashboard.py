@@ -34,7 +34,7 @@ from firstlight.workbench.ledger_file import COLUMNS, FILE, LedgerFile
 from firstlight.workbench.readings import Reading
 from firstlight.workbench.report import Draft
 from firstlight.workbench.runs import Run
-from tests.dashboards.conftest import ARGUMENTS, BROWSER
+from tests.browser import ARGUMENTS, BROWSER
 
 DAY_S = 86_400
 DEVICES = 64

@@ -1,9 +1,5 @@
-"""A live run, a dashboard over it in a process of its own, and a real browser; all of them end with their file.
+"""A live run and a dashboard over it in a process of its own, which end with their file; what a page complains of."""
 
-The browser's event loop would be in the way of tests elsewhere that run one of their own.
-"""
-
-import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +15,6 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 PICTURES = ROOT / "data" / "samples" / "pictures"
-BROWSER = "/usr/bin/chromium"
-ARGUMENTS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,50 +55,6 @@ def serve(*arguments: str) -> Iterator[str]:
         process.wait(PATIENCE_S)
         assert process.stdout is not None
         process.stdout.close()
-
-
-class Chromium:
-    """A browser that is started when it is first wanted, and again if it has gone since."""
-
-    def __init__(self, play: Any) -> None:
-        self._play = play
-        self._started: Any = None
-
-    def get(self) -> Any:
-        if self._started is None or not self._started.is_connected():
-            self._started = self._play.chromium.launch(
-                executable_path=BROWSER, args=ARGUMENTS, timeout=1000 * PATIENCE_S
-            )
-        return self._started
-
-    def close(self) -> None:
-        if self._started is not None and self._started.is_connected():
-            self._started.close()
-
-
-@contextlib.contextmanager
-def chromium() -> Iterator[Chromium]:
-    """For the time of a `with`; skips the test where there is none."""
-    if not Path(BROWSER).exists():
-        pytest.skip(f"there is no browser at {BROWSER}; on Debian: apt-get install chromium")
-    from playwright.sync_api import expect, sync_playwright
-
-    expect.set_options(timeout=1000 * PATIENCE_S)
-    with sync_playwright() as play:
-        kept = Chromium(play)
-        yield kept
-        kept.close()
-
-
-@pytest.fixture(scope="module")
-def kept_browser() -> Iterator[Chromium]:
-    with chromium() as kept:
-        yield kept
-
-
-@pytest.fixture
-def browser(kept_browser: Chromium) -> Any:
-    return kept_browser.get()
 
 
 class Errors(list[str]):

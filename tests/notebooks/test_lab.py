@@ -15,7 +15,6 @@ import httpx
 import nbformat
 import pytest
 
-from tests.dashboards.conftest import Chromium, chromium
 from tests.repo.tree import ROOT
 from tests.waiting import PATIENCE_S, alive, gone, until
 
@@ -101,17 +100,6 @@ class Lab:
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(PATIENCE_S)
-
-
-@pytest.fixture(scope="module")
-def kept_browser() -> Iterator[Chromium]:
-    with chromium() as kept:
-        yield kept
-
-
-@pytest.fixture
-def browser(kept_browser: Chromium) -> Any:
-    return kept_browser.get()
 
 
 @pytest.fixture(scope="module")
