@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -17,9 +16,8 @@ from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.formats.announced import KEYS, announced
+from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.grid import Packed
-from firstlight.engine.weights.formats.refusing import mapping
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.gaps import (
@@ -40,6 +38,7 @@ from firstlight.engine.weights.lots import Consumed, Parameters, Sources
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
 from firstlight.engine.weights.packed import FLOATS, group, left_out, misfit, weight_name, with_columns
 from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padded_findings
+from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
 from firstlight.engine.weights.wholesale import enter_kinds
@@ -48,7 +47,6 @@ __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pat
 
 MANY = 20_000  # tensors from which on entries of whole kinds are made only when they are asked for
 ZERO_BIAS = "a bias of zeros, which exporters of codes in words put beside each weight"
-MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are stored
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +101,8 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     params = Parameters(spec)
     scheme, findings = scheme_of(checkpoint)
     book = _Book(params, checkpoint, scheme)
-    kinds = stock(checkpoint.tensors.values()) if kinds is None else kinds
-    enter_kinds(book, kinds, checkpoint.tensors, matcher)
+    kinds = stock(checkpoint.tensors) if kinds is None else kinds
+    enter_kinds(book, kinds, matcher)
     book.strangers = [kind for kind in kinds if kind.pattern not in book.fills and _is_strange(kind, matcher)]
     strange = {kind.pattern for kind in book.strangers} | book.fills.keys()
     rest = (tensor for kind in kinds if kind.pattern not in strange for tensor in kind.tensors)
@@ -140,26 +138,11 @@ def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
         beside = None
         if MODELOPT in checkpoint.side_files:
             beside, _ = read_object(Path(checkpoint.directory), MODELOPT, CONFIG_LIMIT_BYTES)
-        return announced(checkpoint.config, beside), tuple(_two_algorithms(checkpoint.config, beside))
+        scheme = announced(checkpoint.config, beside)
+        said = (*two_algorithms(checkpoint.config, beside), *two_levels(checkpoint.config), *unread(scheme))
+        return scheme, said
     except Refused as refused:
         return Scheme(), refused.findings
-
-
-def _two_algorithms(config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """What ModelOpt says twice, in two files."""
-    said = [
-        mapping(mapping(where).get(key)).get("quant_algo")
-        for where, key in ((config, KEYS[0]), (beside, "quantization"))
-    ]
-    if None not in said and said[0] != said[1]:
-        yield warning(
-            "conflicting-flag",
-            f"config.json names quant_algo {said[0]}, {MODELOPT} {said[1]}; config.json is followed",
-            file=MODELOPT,
-            expected=str(said[0]),
-            found=str(said[1]),
-            next="fetch both from one release",
-        )
 
 
 def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Mapping[str, Param]) -> dict[str, str]:

@@ -6,6 +6,7 @@ Nothing is guessed: a tool, a layout or an option that is not listed is refused 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from firstlight.engine.errors import Refused
@@ -19,6 +20,7 @@ from firstlight.engine.weights.formats.modelopt import modelopt
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
 from firstlight.engine.weights.formats.refusing import Options, is_block, mapping, refuse
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
+from firstlight.engine.weights.formats.unread import unread
 
 LEVELS = ("text_config", "language_config", "llm_config", "thinker_config")
 KEYS = ("quantization_config", "compression_config")
@@ -26,18 +28,27 @@ KNOWN = {  # tools that are not read here -> what they do
     "bitsandbytes": "NF4, FP4 or INT8 codes with nested scales, in a layout of its own that only its kernels read",
     "aqlm": "additive codebooks; weights are sums of looked-up vectors",
     "auto-round": "GPTQ or AWQ words, said by packing_format, with settings that differ from module to module",
+    "intel/auto-round": "GPTQ or AWQ words, said by packing_format, with settings that differ from module to module",
+    "bitblas": "words in the order that BitBLAS wants",
     "bitnet": "ternary weights, four in a byte, with one scale a tensor",
     "eetq": "INT8 in an order for its GPU kernels",
     "exl2": "codes of widths that differ from column to column, for the kernels of ExLlamaV2",
     "exl3": "trellis codes of rotated weights, for the kernels of ExLlamaV3",
     "fp_quant": "MXFP4 or NVFP4 of rotated weights: the rotation must be undone",
+    "fouroversix": "NVFP4 or MXFP4 whose blocks go up to 4 or 6, with names and layouts of its own",
+    "gemma": "codes of 2, 4 or 8 bits, whose widths regular expressions give, in a layout of Gemma's own",
     "gguf": "blocks of llama.cpp, in a file format of its own",
     "higgs": "codebooks of rotated weights",
+    "metal": "affine groups for Apple's GPUs: U32 words with scales and biases",
     "mlx": "affine groups of Apple's MLX: U32 words with scales and biases",
+    "nvfp4": "weights quantized when they are loaded",
+    "paroquant": "INT4 of rotated weights: the rotation must be undone",
+    "qqq": "INT4 words for its own kernels, whose inputs are INT8",
     "hqq": "half-quadratic codes with zero points in floats, pickled",
     "marlin": "INT4 words in the order that the Marlin kernels want",
     "quanto": "weights quantized when they are loaded",
     "quark": "AMD's exporter: FP8, MXFP4 or INT4, by its own layer_quant_config",
+    "sinq": "codes with scales for rows and for columns",
     "spqr": "3-bit codes with sparse outliers",
     "torchao": "tensor subclasses of torch, flattened",
     "vptq": "vector codebooks",
@@ -60,15 +71,18 @@ def announced(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
     reader = READERS.get(str(method).lower())
     if reader is None:
         _unknown(method, found)
-    return reader(Options(found), config)
+    options = Options(found)
+    return replace(reader(options, config), unread=unread(found, options.seen))
 
 
 def _announcement(config: Mapping[str, Any]) -> Any:
-    for level in (config, *(mapping(config.get(key)) for key in LEVELS)):
-        for key in KEYS:
-            if level.get(key):
-                return level[key]
-    return None
+    return next(iter(announcements(config).values()), None)
+
+
+def announcements(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said about quantization, by where it stands, the outermost first: it is followed."""
+    levels = {"": config, **{f"{key}.": mapping(config.get(key)) for key in LEVELS}}
+    return {f"{level}{key}": raw[key] for level, raw in levels.items() for key in KEYS if raw.get(key)}
 
 
 def _implied(found: Mapping[str, Any]) -> str | None:
@@ -100,15 +114,19 @@ def _unknown(method: object, found: Mapping[str, Any]) -> NoReturn:
 def _fp8(options: Options, config: Mapping[str, Any]) -> Scheme:
     """transformers' and vLLM's `fp8`: 128 x 128 blocks, or one scale a tensor or row where no block size is given."""
     code = options.one_of("fmt", {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3"}, "e4m3")
-    block = options.get("weight_block_size")
+    block = options.get("weight_block_size", [1, 32] if options.get("quant_method") == "mxfp8" else None)
     if block is not None and not is_block(block):
         refuse("weight_block_size", block, "two positive numbers, rows and columns")
     size = (block[0], block[1]) if block is not None else (WHOLE, WHOLE)
-    kept = options.names("modules_to_not_convert") or options.names("ignored_layers")
+    kept = (*options.names("modules_to_not_convert"), *options.names("ignored_layers"), *_skipped(options))
     experts = config.get("expert_dtype") or mapping(config.get("text_config")).get("expert_dtype")
     experts = options.get("expert_dtype", experts)
-    if experts is None:
-        return Scheme("fp8", (Group(Fp8(block=size, code=code, suffix="weight_scale_inv")),), Modules(kept))
+    semantics = options.get("weight_scale_semantics")
+    if semantics is not None:  # GPTQModel's: its scale is what its name says
+        options.only("weight_scale_semantics", semantics, ("inverse",))
+    if experts is None or semantics is not None:
+        own = Fp8(block=size, code=code, suffix="weight_scale_inv", inverse=semantics is not None)
+        return Scheme("fp8", (Group(own),), Modules(kept))
     if experts not in ("fp4", "fp8"):
         refuse("expert_dtype", experts, "fp4 or fp8")
     every = Group(Fp8(block=size, code=code, suffix="scale", scale="F8_E8M0"))
@@ -130,25 +148,44 @@ def _mxfp4(options: Options, config: Mapping[str, Any]) -> Scheme:
 def _awq(options: Options, config: Mapping[str, Any]) -> Scheme:
     options.only("bits", options.get("bits", options.get("w_bit", 4)), (4,))
     options.only("zero_point", options.get("zero_point", True), (True,))
-    version = str(options.get("version", "gemm")).lower()
-    if version != "gemm":
-        options.unsupported("version", version, "gemm: the words of gemv, marlin and exllama have another order")
+    for key in ("version", "format", "checkpoint_format"):
+        if str(options.get(key, "gemm")).lower() != "gemm":
+            options.unsupported(key, options.get(key), "gemm: words of gemv, marlin and exllama have another order")
+    if options.get("backend") == "llm-awq":
+        options.unsupported("backend", "llm-awq", "autoawq or none: its words have another order")
+    _words(options)
+    kept = Modules((*options.names("modules_to_not_convert"), *_skipped(options)))
     group = options.group(options.get("group_size", options.get("q_group_size", 128)))
-    return Scheme("awq", (Group(Awq(group=group)),), Modules(options.names("modules_to_not_convert")))
+    return Scheme("awq", (Group(Awq(group=group)),), kept, head=bool(options.get("lm_head", False)))
+
+
+def _words(options: Options) -> None:
+    """What words are made of."""
+    options.only("pack_dtype", options.get("pack_dtype", "int32"), ("int32",))
+    options.only("data_type", options.get("data_type", "int"), ("int",))
+
+
+def _skipped(options: Options) -> list[str]:
+    """Modules that GPTQModel's `dynamic` leaves plain. Raises `Refused` for other settings of some modules."""
+    found = []
+    for pattern, change in mapping(options.get("dynamic")).items():
+        if not pattern.startswith("-:"):
+            options.unsupported("dynamic", f"{pattern}: {change}", "settings that are the same for every module")
+        found.append("re:.*?" + pattern.removeprefix("-:"))
+    return found
 
 
 def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
     bits = options.get("bits", 4)
     options.only("bits", bits, (2, 4, 8))
-    form = options.get("checkpoint_format", options.get("format")) or "gptq"
+    forms = [form for key in ("checkpoint_format", "format") if (form := options.get(key)) is not None] or ["gptq"]
+    if any(form != forms[0] for form in forms):
+        refuse("checkpoint_format and format", forms, "one and the same")
+    form = forms[0]
     options.only("checkpoint_format", form, ("gptq", "gptq_v2"))
     options.only("is_marlin_format", bool(options.get("is_marlin_format", False)), (False,))
-    options.only("pack_dtype", options.get("pack_dtype", "int32"), ("int32",))
-    kept = list(options.names("modules_to_not_convert"))
-    for pattern, change in mapping(options.get("dynamic")).items():
-        if not pattern.startswith("-:"):
-            options.unsupported("dynamic", f"{pattern}: {change}", "settings that are the same for every module")
-        kept.append("re:.*?" + pattern.removeprefix("-:"))
+    _words(options)
+    kept = [*options.names("modules_to_not_convert"), *_skipped(options)]
     inside = _flat(options.get("modules_in_block_to_quantize", []))
     format_: Format = Gptq(
         bits=bits,
@@ -156,6 +193,7 @@ def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
         zero_offset=0 if form == "gptq_v2" else 1,
         shuffled=options.get("desc_act", False) is True,
         symmetric=options.get("sym", False) is True,
+        borrows="gptqmodel" in str(mapping(options.get("meta")).get("quantizer")).lower(),
     )
     group = Group(format_, Modules(inside) if inside else None)
     return Scheme("gptq", (group,), Modules(kept), head=bool(options.get("lm_head", False)))
@@ -169,6 +207,7 @@ def _flat(names: object) -> list[str]:
 Reader = Callable[[Options, Mapping[str, Any]], Scheme]
 READERS: Mapping[str, Reader] = {
     "fp8": _fp8,
+    "mxfp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "mxfp4": _mxfp4,
     "awq": _awq,

@@ -33,16 +33,16 @@ def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
         options.unsupported("sparsity_config.format", sparse, f"dense; {KNOWN.get(sparse, UNKNOWN)}")
     if mapping(options.get("transform_config")).get("config_groups"):
         options.unsupported("transform_config", "rotations", "none: activations would have to be rotated as well")
-    groups = []
+    groups, usual = [], options.get("format")
     for raw in mapping(options.get("config_groups")).values():
         group = mapping(raw)
         if not group.get("weights"):
             continue  # activations or caches alone
-        layout = str(group.get("format") or options.get("format", "none"))
+        layout = str(group.get("format") or usual or "none")
         format_ = _format(options, layout, mapping(group["weights"]))
         if format_ is not None:
             groups.append(Group(format_, _targets(group.get("targets"))))
-    if not groups and options.get("format") not in (None, "dense") and "config_groups" not in options.raw:
+    if not groups and usual not in (None, "dense") and "config_groups" not in options.raw:
         refuse("config_groups", None, "groups of modules and how each is stored")
     return Scheme("compressed-tensors", tuple(groups), Modules(options.names("ignore")), head=True)
 

@@ -2,14 +2,16 @@
 
 Releases spell it in many ways: DeepSeek-V3 (arXiv 2412.19437, section 3.3) has a weight [F, H] in F8_E4M3 and
 `weight_scale_inv` [ceil(F / 128), ceil(H / 128)] in F32, later releases of it powers of two in F8_E8M0 as `scale`;
-compressed-tensors `float-quantized` has `weight_scale`, [F, 1] or one; fbgemm and ModelOpt the same. A number is always
-code x scale, computed in float32.
+compressed-tensors `float-quantized` has `weight_scale`, [F, 1] or one; fbgemm and ModelOpt the same. A number is
+code x scale, computed in float32; only GPTQModel's `weight_scale_inv` is what its name says, and a number code / scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from firstlight.engine.weights.formats.grid import (
     COLUMNS,
@@ -37,7 +39,8 @@ SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 class Fp8(Format, frozen=True, kw_only=True):
     """One scale for each block of (rows, columns); `WHOLE` of both is one a tensor.
 
-    Where the configuration gives no block, headers tell one scale a tensor from one a row.
+    Where the configuration gives no block, headers tell one scale a tensor from one a row. `inverse`: codes are divided
+    by what is stored.
     """
 
     block: tuple[int, int] = (WHOLE, WHOLE)
@@ -45,6 +48,7 @@ class Fp8(Format, frozen=True, kw_only=True):
     suffix: str = "weight_scale"
     scale: str = "F32"
     dims: tuple[Axis | int, ...] | None = None  # of the scale, as the headers spell them
+    inverse: bool = False
 
     label: ClassVar[str] = "FP8"
 
@@ -59,9 +63,10 @@ class Fp8(Format, frozen=True, kw_only=True):
 
     def variants(self) -> tuple[Format, ...]:
         blocks = (self.block,) if self.block[1] else dict.fromkeys((self.block, (WHOLE, WHOLE), (1, WHOLE)))
-        suffixes = (self.suffix, *(suffix for suffix in SUFFIXES if suffix != self.suffix))
+        others = () if self.inverse else SUFFIXES
+        suffixes = dict.fromkeys((self.suffix, *others))
         return tuple(
-            Fp8(block=block, code=self.code, suffix=suffix, scale=self.scale, dims=dims)
+            msgspec.structs.replace(self, block=block, suffix=suffix, dims=dims)
             for block in blocks
             for suffix in suffixes
             for dims in spellings(block)
@@ -69,16 +74,17 @@ class Fp8(Format, frozen=True, kw_only=True):
 
     def packing(self, codes: str) -> Packing | None:
         is_grid = self.dims in (None, blocked(self.block))
-        return Packing(KINDS[codes], self.block) if is_grid and codes in KINDS else None
+        is_kept = is_grid and codes in KINDS and not self.inverse
+        return Packing(KINDS[codes], self.block) if is_kept else None
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import fp8, scale32, scaled
+        from firstlight.engine.weights.formats.unpacking import divided, fp8, scale32, scaled
 
         scale = as_grid(scale32(stored["scale"]), self.parts[1].dims)
-        return scaled(fp8(stored["codes"]), scale, box, self.block)
+        return (divided if self.inverse else scaled)(fp8(stored["codes"]), scale, box, self.block)
 
     def describe(self) -> str:
-        return f"{self.label}, {block_words(self.block)}"
+        return f"{self.label}, {block_words(self.block)}" + (", divided by" if self.inverse else "")
 
 
 def block_words(block: tuple[int, int]) -> str:

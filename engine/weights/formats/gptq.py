@@ -2,7 +2,9 @@
 
 With w codes a word: `qweight` I32 [H / w, F], `qzeros` I32 [H / group, F / w], `scales` F16 [H / group, F], and `g_idx`
 I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in `gptq_v2` as they
-are. A number is (code - zero) x scale, in float32; `sym` says that the zero is the middle of the codes.
+are. GPTQModel takes the one from each word as a whole, so that a zero point of 0 borrows from the next; AutoGPTQ loses
+the words of such zero points. A number is (code - zero) x scale, in float32; `sym` says that the zero is the middle of
+the codes.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Gptq(Format, frozen=True, kw_only=True):
     """`group` `WHOLE`: one scale for all inputs. `ordered`: `g_idx` says which group an input belongs to.
 
     `shuffled`: in any order, so that it must be there. `symmetric`: zero points must be the middle of the codes.
+    `borrows`: words were made less by one in each place as whole numbers, so that none is lost.
     """
 
     bits: int = 4
@@ -38,6 +41,7 @@ class Gptq(Format, frozen=True, kw_only=True):
     ordered: bool = True
     shuffled: bool = False
     symmetric: bool = False
+    borrows: bool = False
 
     label: ClassVar[str] = "GPTQ INT"
 
@@ -61,17 +65,24 @@ class Gptq(Format, frozen=True, kw_only=True):
 
         per_word, block, turned = 32 // self.bits, (self.group, 1), (*box[:ROWS], box[COLUMNS], box[ROWS])
         values = span(codes_down(stored["codes"], self.bits), -2, box[COLUMNS], per_word).float()
-        zero = span(codes(stored["zero"], self.bits), -1, box[ROWS], per_word).float().add_(self.zero_offset)
+        zero = span(codes(self._zeros(stored["zero"]), self.bits), -1, box[ROWS], per_word).float()
         scales = stored["scale"].float()
         if self.ordered and self.group:
             zero, scales = of_groups(zero, stored["order"], -2), of_groups(scales, stored["order"], -2)
             block = (1, 1)
         return scaled(shifted(values, zero, turned, block), scales, turned, block).mT
 
+    def _zeros(self, words: Tensor) -> Tensor:
+        """Words of zero points as they are: one more in each place, carried over as it was borrowed."""
+        return words + self.zero_offset * sum(1 << place for place in range(0, 32, self.bits))
+
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
-        middle, word = 1 << (self.bits - 1), stored["zero"]
-        said = codes_of(word, self.bits) if self.symmetric and word.numel() else ()
-        if wrong := sorted({code + self.zero_offset for code in said} - {middle}):
+        middle, most, word = 1 << (self.bits - 1), (1 << self.bits) - 1, stored["zero"]
+        if self.zero_offset and not self.borrows and word.numel() and most in codes_of(word, self.bits):
+            said = "its writer took one from a zero point of 0, and no tool says that it borrowed from the next"
+            return "zero", f"codes of zero points below {most}, stored less one", f"{most}: {said}"
+        found = codes_of(self._zeros(word), self.bits) if self.symmetric and word.numel() else ()
+        if wrong := sorted(set(found) - {middle}):
             return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}"
         return group_problem(stored, self.parts[1].shape(shape)[-2])
 

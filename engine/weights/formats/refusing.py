@@ -35,13 +35,15 @@ def refuse(key: str, value: object, expected: str) -> NoReturn:
 
 
 class Options:
-    """The object under `quantization_config`."""
+    """The object under `quantization_config`; `seen` are the keys that were asked for."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], seen: set[str] | None = None) -> None:
         self.raw = raw
+        self.seen: set[str] = set() if seen is None else seen
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where it is absent or null."""
+        self.seen.add(key)
         value = self.raw.get(key)
         return default if value is None else value
 

@@ -78,13 +78,15 @@ class Group:
 class Scheme:
     """What a configuration says: groups in order of precedence, and modules that stay as they are.
 
-    `method` is what the configuration calls it. `head`: whether linear modules include the output head.
+    `method` is what the configuration calls it. `head`: whether linear modules include the output head. `unread`:
+    options that nothing here reads.
     """
 
     method: str = ""
     groups: tuple[Group, ...] = ()
     kept: Modules = field(default_factory=lambda: Modules(()))
     head: bool = False
+    unread: tuple[str, ...] = ()
     _known: dict[str, Format | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -12,7 +12,20 @@ from torch import Tensor
 
 from firstlight.kernels.packed.codes import e2m1, e8m0, fp8
 
-__all__ = ["codes", "codes_down", "e2m1", "e8m0", "fp8", "of_groups", "scale32", "scaled", "shifted", "span", "spread"]
+__all__ = [
+    "codes",
+    "codes_down",
+    "divided",
+    "e2m1",
+    "e8m0",
+    "fp8",
+    "of_groups",
+    "scale32",
+    "scaled",
+    "shifted",
+    "span",
+    "spread",
+]
 
 
 def scale32(stored: Tensor) -> Tensor:
@@ -52,6 +65,11 @@ def spread(values: Tensor, dim: int, bounds: tuple[int, int], block: int) -> Ten
 def scaled(values: Tensor, scales: Tensor, box: Sequence[tuple[int, int]], block: tuple[int, int]) -> Tensor:
     """values * scales, in place, float32 [..., rows, columns], one scale a block (rows, columns) of the weight."""
     return _with_blocks(values, scales, box, block, Tensor.mul_)
+
+
+def divided(values: Tensor, scales: Tensor, box: Sequence[tuple[int, int]], block: tuple[int, int]) -> Tensor:
+    """values / scales, in place, one scale a block."""
+    return _with_blocks(values, scales, box, block, Tensor.div_)
 
 
 def shifted(values: Tensor, zeros: Tensor, box: Sequence[tuple[int, int]], block: tuple[int, int]) -> Tensor:

@@ -155,6 +155,17 @@ def test_two_files_that_name_two_algorithms(tmp_path: Path) -> None:
     assert (finding.code, finding.severity, finding.found) == ("conflicting-flag", "warning", "NVFP4")
 
 
+def test_what_is_said_at_two_levels_and_options_that_nothing_reads(tmp_path: Path) -> None:
+    """Each may be about numbers; where codes and scales fit all the same, it is said."""
+    written("llama", CONFIGS["fp8-blocks"], tmp_path)
+    more = {**CONFIGS["fp8-blocks"], "activation_scheme": "dynamic", "rotated_by": "hadamard"}
+    edit_config(tmp_path, quantization_config=more, text_config={"quantization_config": CONFIGS["fp8-blocks"]})
+    levels, options = settle(tmp_path).findings
+    assert (levels.code, levels.severity) == ("conflicting-flag", "warning")
+    assert "text_config.quantization_config" in levels.message
+    assert (options.code, options.found) == ("unread-config-key", "rotated_by")
+
+
 def test_a_part_that_the_format_does_not_have(tmp_path: Path) -> None:
     written("llama", CONFIGS["fp8-blocks"], tmp_path)
     change(tmp_path, lambda held: held.update({UP + ".weight_scale": np.ones((), np.float32)}))
@@ -276,6 +287,15 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     ("quantization", "code", "word"),
     [
         ({"quant_method": "awq", "version": "gemv"}, "unsupported-format", "gemv"),
+        ({"quant_method": "awq", "format": "gemv_fast"}, "unsupported-format", "gemv_fast"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "unsupported-format", "llm-awq"),
+        ({"quant_method": "awq", "pack_dtype": "int64"}, "unsupported-format", "int64"),
+        (
+            {"quant_method": "gptq", "checkpoint_format": "gptq", "format": "gptq_v2"},
+            "config-invalid",
+            "one and the same",
+        ),
+        ({"quant_method": "fp8", "weight_scale_semantics": "log"}, "unsupported-format", "log"),
         ({"quant_method": "awq", "bits": 3}, "unsupported-format", "bits"),
         ({"quant_method": "awq", "zero_point": False}, "unsupported-format", "zero_point"),
         ({"quant_method": "gptq", "bits": 3}, "unsupported-format", "bits = 3"),

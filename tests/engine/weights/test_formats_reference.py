@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.awq import Awq
 from firstlight.engine.weights.formats.compressed import compressed_tensors
 from firstlight.engine.weights.formats.fp8 import Fp8
@@ -163,7 +164,8 @@ def test_gptq_by_its_own_formula(bits: int, offset: int) -> None:
     torch.manual_seed(4)
     shape, group, per_word = (32, 64), 16, 32 // bits
     qweight = torch.randint(-(2**31), 2**31 - 1, (shape[1] // per_word, shape[0])).int()
-    qzeros = torch.randint(-(2**31), 2**31 - 1, (shape[1] // group, shape[0] // per_word)).int()
+    digits = torch.randint(0, 2**bits - offset, (shape[1] // group, shape[0] // per_word, per_word))
+    qzeros = (digits << torch.arange(0, 32, bits)).sum(-1).int()
     scales = torch.rand(shape[1] // group, shape[0]).half()
     g_idx = torch.randperm(shape[1]).div(group, rounding_mode="floor").int()
     expected = gptq_formula(qweight, qzeros, scales, g_idx, bits, offset)
@@ -172,6 +174,53 @@ def test_gptq_by_its_own_formula(bits: int, offset: int) -> None:
     torch.testing.assert_close(format_.unpack(stored, whole(shape), shape), expected, rtol=0, atol=0)
     box = ((3, 30), (7, 50))
     torch.testing.assert_close(part_of(format_, stored, box, shape), expected[3:30, 7:50], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gptqmodel_borrows_for_a_zero_point_of_zero(bits: int) -> None:
+    """It takes one from every place of a word as one number (`convert_gptq_v2_to_v1_format`); others lose the word."""
+    torch.manual_seed(6)
+    shape, group, per_word = (32, 64), 64, 32 // bits
+    second, first = (
+        {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": form, "sym": False}
+        for form in ("gptq_v2", "gptq")
+    )
+    words = torch.randint(-(2**31), 2**31 - 1, (1, shape[0] // per_word)).int()
+    words &= ~((1 << bits) - 1)  # the first zero point of each is 0
+    stored = {
+        "codes": torch.randint(-(2**31), 2**31 - 1, (shape[1] // per_word, shape[0])).int(),
+        "scale": torch.rand(1, shape[0]).half(),
+        "order": torch.zeros(shape[1], dtype=torch.int32),
+    }
+    borrowed = words - sum(1 << place for place in range(0, 32, bits))
+    formats = [scheme_format(raw) for raw in (second, {**first, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}, first)]
+    expected, found = (
+        format_.unpack({**stored, "zero": zero}, whole(shape), shape)
+        for format_, zero in zip(formats, (words, borrowed), strict=False)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    problems = [format_.problem({**stored, "zero": borrowed}, shape) for format_ in formats[1:]]
+    assert problems[0] is None
+    assert problems[1] is not None, "AutoGPTQ's word, which cannot be told from this one, is lost"
+
+
+def scheme_format(quantization: dict[str, Any]) -> Format:
+    found = announced({"quantization_config": quantization}).of("model.layers.0.mlp.up_proj")
+    assert found is not None
+    return found
+
+
+def test_gptqmodels_scale_inv_is_what_its_name_says() -> None:
+    """`quantize_fp8_weight` multiplies by it, row by row, and reads code / scale, unlike DeepSeek."""
+    torch.manual_seed(7)
+    weight = torch.randn(16, 32)
+    inverse = 448 / weight.abs().amax(1)
+    codes = (weight * inverse.unsqueeze(1)).to(torch.float8_e4m3fn)
+    stored = {"weight": codes, "weight_scale_inv": inverse}
+    format_ = as_found(scheme_format({"quant_method": "fp8", "weight_scale_semantics": "inverse"}), stored)
+    found = format_.unpack({"codes": codes, "scale": inverse}, whole((16, 32)), (16, 32))
+    torch.testing.assert_close(found, codes.float() / inverse.unsqueeze(1), rtol=0, atol=0)
+    assert format_.packing("F8_E4M3") is None, "operators multiply by scales"
 
 
 def test_awq_by_its_own_formula() -> None:

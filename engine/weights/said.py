@@ -1,0 +1,57 @@
+"""What configurations say about storage twice and not alike, or without anybody reading it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from firstlight.engine.findings import Finding, warning
+from firstlight.engine.weights.formats.announced import KEYS, announcements
+from firstlight.engine.weights.formats.refusing import mapping
+from firstlight.engine.weights.formats.scheme import Scheme
+
+MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are stored
+
+
+def two_algorithms(config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """What ModelOpt says twice, in two files."""
+    said = [
+        mapping(mapping(where).get(key)).get("quant_algo")
+        for where, key in ((config, KEYS[0]), (beside, "quantization"))
+    ]
+    if None not in said and said[0] != said[1]:
+        yield warning(
+            "conflicting-flag",
+            f"config.json names quant_algo {said[0]}, {MODELOPT} {said[1]}; config.json is followed",
+            file=MODELOPT,
+            expected=str(said[0]),
+            found=str(said[1]),
+            next="fetch both from one release",
+        )
+
+
+def two_levels(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Quantization that is announced at two levels of a configuration, and not alike."""
+    said = announcements(config)
+    first = next(iter(said), "")
+    for where in [where for where in said if said[where] != said[first]]:
+        yield warning(
+            "conflicting-flag",
+            f"config.json has {first} and {where}, which differ; {first} is followed",
+            file="config.json",
+            expected=f"{where} as {first}",
+            found=f"{where} = {said[where]}"[:200],
+            next="fetch config.json again, or remove the one that is not meant",
+        )
+
+
+def unread(scheme: Scheme) -> Iterator[Finding]:
+    """Options of a quantization that may be about numbers, and that nothing reads."""
+    if scheme.unread:
+        yield warning(
+            "unread-config-key",
+            f"quantization {scheme.method!r} has options that nothing reads: {', '.join(scheme.unread)}",
+            file="config.json",
+            found=", ".join(scheme.unread),
+            next="look up what they mean to the tool that wrote them: weights are read as if they were not there",
+        )
