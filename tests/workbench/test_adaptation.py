@@ -71,6 +71,8 @@ def test_options_of_the_file_are_used_where_none_were_given(tmp_path: Path) -> N
     used = kept.options(wanted, frozenset())
     assert (used.mesh, used.max_batch, used.max_context, used.threads) == (Mesh(tp=2), 4, 512, None)
     assert kept.options(wanted, frozenset(("mesh",))).mesh == Mesh()
+    whole = Adaptation(engine={"mesh": {"tp": 2, "attention": "whole"}})
+    assert whole.options(wanted, frozenset()).mesh == Mesh(tp=2, attention="whole")
 
 
 def test_what_the_command_line_says_comes_first_be_it_the_default(tmp_path: Path) -> None:

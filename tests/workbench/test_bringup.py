@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.request import Delta
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.bringup import Bringup
@@ -157,6 +158,9 @@ def test_before_start_there_is_no_engine(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="no engine runs"):
             session.ask("hello")
         assert "nothing yet" in repr(session)
+    with Bringup(MENAGERIE, root=tmp_path, tp=2, attention="whole") as session:
+        assert session.options.mesh == Mesh(tp=2, attention="whole")
+        assert "tp 2, attention whole" in repr(session)
     with pytest.raises(Refused, match="unknown option 'max_contxt'; did you mean max_context"):
         Bringup(MENAGERIE, root=tmp_path, max_contxt=3)
 

@@ -189,6 +189,14 @@ def test_a_configuration_file_sets_what_flags_do_not(tmp_path: Path, capsys: pyt
     assert plain["title"] == "llama-3.1-405b on 8xH200-SXM, pp 2 x tp 2"
     assert "1,000 tokens of context" in plain["checks"][0]["detail"]
     assert status == 1
+    file.write_text(
+        "mesh: {tp: 13, attention: whole}\ncluster: 13xH200\n"
+    )  # 128 heads, 53,248 channels; 134 GiB of attention
+    status, out, _ = say(capsys, "plan", FACTS, "--config", str(file), "--json", "-", "-q")
+    assert (status, json.loads(out)["title"]) == (1, "llama-3.1-405b on 13xH200-SXM, tp 13, attention whole")
+    status, _, err = say(capsys, "plan", FACTS, "--config", str(file), "--attention", "divided")
+    assert status == 2
+    assert "--attention whole" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
@@ -199,6 +207,7 @@ def test_a_configuration_file_sets_what_flags_do_not(tmp_path: Path, capsys: pyt
         ("mesh: 3", "mesh has a value that cannot be used"),
         ("mesh: {tp: many}", "tp has a value that cannot be used"),
         ("mesh: {tp: true}", "tp has a value that cannot be used"),
+        ("mesh: {attention: hole}", "attention has a value that cannot be used"),
         ("objective: speed", "objective has a value that cannot be used"),
         ("force: perhaps", "force has a value that cannot be used"),
         ("[1, 2]", "holds no settings"),

@@ -28,6 +28,8 @@ Get = Callable[[str], Path]
         ("llava-clip", Mesh(pp=3)),
         ("qwen3_moe", Mesh(ep=2, tp=2)),
         ("deepseek_v3", Mesh(ep=2, dp=2)),
+        ("llama-thirds", Mesh(tp=4, attention="whole")),
+        ("bamba", Mesh(tp=3, pp=2, attention="whole")),
     ],
     ids=lambda value: value if isinstance(value, str) else value.describe().replace(" ", ""),
 )

@@ -11,7 +11,7 @@ import yaml
 from firstlight.engine.errors import Refused
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.report import Draft
-from firstlight.workbench.runbook import parse_setting, runbook
+from firstlight.workbench.runbook import parse_setting, runbook, settings_for
 from firstlight.workbench.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +138,8 @@ def test_settings_are_read_as_yaml() -> None:
     assert parse_setting("tp=2") == ("tp", 2)
     assert parse_setting("dtype=f32") == ("dtype", "f32")
     assert parse_setting("golden=a=b") == ("golden", "a=b")
+    wished = [parse_setting("tp=2"), parse_setting("attention=whole")]
+    assert settings_for(TEMPLATE, wished) == {"TP": 2, "ATTENTION": "whole"}
     for wrong in ("tp", "=2", "t p=2", "tp=[1"):
         with pytest.raises(ValueError, match="tp"):
             parse_setting(wrong if "tp" in wrong else f"{wrong}  # tp")

@@ -1,15 +1,18 @@
 """Any mesh gives the logits of one rank: float32, largest difference 1e-4; four processes work through all."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.comm import Comm, Comms, Recorder
 from firstlight.engine.parallel.estimate import Roofline
 from firstlight.engine.parallel.hardware import parse_cluster
-from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.weights.checkpoint import Checkpoint
 from tests import families
 from tests.checkpoints import inputs
@@ -146,3 +149,54 @@ def test_whole_mixers_are_alike_on_all_ranks_and_sum_nothing(
     planned = sum(row.calls_per_step for row in traffic if row.axis == "tp" and row.operation == "all_reduce")
     if job.mesh.pp == 1:
         assert {calls["all_reduce tp"] for calls in job.operations()} == {planned}
+
+
+KINDS = (  # of mixers, one of each, and of norms over heads
+    "llama-thirds",
+    "falcon",
+    "cohere",
+    "olmo2",
+    "stablelm-norms",
+    "bloom",
+    "gpt_oss",
+    "minimax_m3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "kimi_linear",
+    "bamba",
+    "jamba",
+    "falcon_h1",
+    "lfm2",
+    "recurrent_gemma",
+    "minimax",
+)
+
+
+class Watched(Comm):
+    """One rank alone that says when it was asked to sum."""
+
+    events: list[str]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.events.append(self.axis)
+        return tensor
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_mixers_sum_over_their_own_axis_and_nothing_else_does(name: str, checkpoint: Callable[[str], Path]) -> None:
+    events: list[str] = []
+    watched = {axis: Watched(axis, (0,), 0, None, Recorder()) for axis in ("tp", HEADS)}
+    for comm in watched.values():
+        comm.events = events
+    model = Direct(checkpoint(name), comms=replace(Comms.alone(), **watched))
+    ids = inputs(name)["input_ids"][0]
+    model.model.forward(replace(model.batch([len(ids)], ids), tap=lambda block, _: events.append(block)))
+    for index, layer in enumerate(model.spec.layers):
+        start = events.index("embed" if index == 0 else f"layers.{index - 1}")
+        mixed = events.index(f"layers.{index}.mixer") if layer.mixer is not None else start
+        end = events.index(f"layers.{index}") if index < model.spec.num_layers - 1 else len(events)
+        assert set(events[start + 1 : mixed]) == ({HEADS} if layer.mixer is not None else set())
+        assert HEADS not in events[mixed + 1 : end]
+    for param in model.spec.parameters():
+        axes = {place.axis for place in param.placements}
+        assert axes <= ({HEADS} if ".mixer." in param.name else {"tp", "ep"}), param.name
