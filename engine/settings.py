@@ -14,6 +14,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.kernels.native.library import user_cache
 
 VARIABLES: dict[str, str] = {
     "FIRSTLIGHT_CACHE": "folder for what can be made again (default: firstlight in $XDG_CACHE_HOME or ~/.cache)",
@@ -62,10 +63,9 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
                 next="unset it or correct its name",
             )
         )
-    cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "firstlight"
     runtime = Path(env.get("XDG_RUNTIME_DIR") or Path(tempfile.gettempdir()) / f"firstlight-{os.getuid()}")
     return Settings(
-        cache_dir=Path(env.get("FIRSTLIGHT_CACHE") or cache),
+        cache_dir=Path(env.get("FIRSTLIGHT_CACHE") or user_cache(env.get("XDG_CACHE_HOME"))),
         runtime_dir=Path(env.get("FIRSTLIGHT_RUNTIME") or runtime / "firstlight"),
         token=env.get("FIRSTLIGHT_TOKEN") or None,
         threads=_number(env, "FIRSTLIGHT_THREADS", len(os.sched_getaffinity(0))),

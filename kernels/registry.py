@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from firstlight.kernels import operators, signatures
+from firstlight.kernels.native import build
 from firstlight.kernels.registry_types import Implementation, Situation
 
 
@@ -73,12 +75,14 @@ def choose(
     *,
     force: Mapping[str, str] | str | None = None,
     interpret: bool = False,
+    cache_dir: Path | None = None,
 ) -> Choice:
     """Choose one implementation of every operator: the first in the table that can serve, or the forced one.
 
     `shapes` as in `Situation`. `force` names an implementation per operator, or one for all operators ("reference").
     `interpret` says that Triton's interpreter is on (TRITON_INTERPRET=1 before triton was imported), which lets Triton
-    kernels be chosen on a CPU. An impossible `force` is a `NotSupportedError` with the reason.
+    kernels be chosen on a CPU. Operators that must be compiled are, into `cache_dir` at once or, without one, into the
+    user's cache when the first is called. An impossible `force` is a `NotSupportedError` with the reason.
     """
     situation = Situation(
         device_type=torch.device(device).type,
@@ -95,6 +99,9 @@ def choose(
         taken, reasons = _pick(candidates, situation, forced.get(operator))
         chosen[operator] = taken.load()
         rows += [Row(operator, one.name, one is taken, reasons[one.name]) for one in candidates]
+    compiled = any(row.chosen and row.implementation in ("native", "measured") for row in rows)
+    if compiled and cache_dir is not None and build.with_native(situation)[0]:
+        build.load(cache_dir)
     return Choice(**chosen, situation=situation, rows=tuple(rows))  # type: ignore[arg-type]
 
 

@@ -24,6 +24,7 @@ from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import Wish, kept_roles
 from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.parallel.pieces import Piece, RankPieces, rank_pieces
+from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import account
@@ -124,7 +125,8 @@ class _Part:
         from firstlight.kernels.registry import choose
 
         dtype = TORCH_DTYPES[self.pieces.dtype]
-        ops = choose("cpu", dtype, {}, force={"linear": "reference"})  # the others keep copies of weights
+        cache = read_settings().cache_dir
+        ops = choose("cpu", dtype, {}, force={"linear": "reference"}, cache_dir=cache)  # others keep copies of weights
         if any(name.endswith("experts.down") for name in self.weights.storages):
             ops = replace(ops, router_topk=self._evenly(ops.router_topk))
         access = Access(self.weights.storages, ops, packings=self.weights.pieces.packings)

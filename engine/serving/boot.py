@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from firstlight.engine.serving.health import Pulse
 from firstlight.engine.serving.options import EngineOptions, context_of, limits_of
 from firstlight.engine.serving.same_files import refuse_other_files
 from firstlight.engine.serving.scheduler import Limits
-from firstlight.engine.settings import read_settings
+from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import Ledger, account
@@ -91,7 +92,7 @@ def bring_up(
     ledger.refuse_if_incomplete()
     dtype = spec.dtype if options.dtype == "auto" else options.dtype
     context = context_of(options, spec, device.type)
-    ops = operators_of(options, spec, device, dtype, context, settings.triton_interpret)
+    ops = operators_of(options, spec, device, dtype, context, settings)
     pulse.enter("load")
 
     def progress(now: LoadProgress) -> None:
@@ -147,7 +148,7 @@ def _bring_up_foreign(
     """A rank whose model is another's; it is accounted for as it is loaded, by who loads it."""
     dtype = spec.dtype if options.dtype == "auto" else options.dtype
     context = context_of(options, spec, device.type)
-    ops = operators_of(options, spec, device, dtype, context, read_settings().triton_interpret)
+    ops = operators_of(options, spec, device, dtype, context, read_settings())
     pulse.enter("load")
     assert FAMILIES.foreign is not None
     model = FAMILIES.foreign.load(checkpoint, spec, dtype, device)
@@ -195,19 +196,19 @@ def device_of(kind: str, local_rank: int) -> torch.device:
 
 
 def operators_of(
-    options: EngineOptions, spec: ModelSpec, device: torch.device, dtype: str, context: int, interpret: bool
+    options: EngineOptions, spec: ModelSpec, device: torch.device, dtype: str, context: int, settings: Settings
 ) -> Choice:
     """The choice among implementations, made once; a forced one that is not possible is `Refused`."""
     shapes = shapes_of(spec, options.page_size or (context if device.type == "cpu" else 64))
-    wants_triton = interpret and "triton" in options.operators.values()
-    how = {"interpret": wants_triton}
+    wants_triton = settings.triton_interpret and "triton" in options.operators.values()
+    choice = partial(choose, device, TORCH_DTYPES[dtype], shapes, interpret=wants_triton, cache_dir=settings.cache_dir)
     forced = dict(options.operators)
     if options.residency == "streamed" and options.weights_budget is not None:  # no copies of weights that come and go
         for name in ("native", "reference"):
             with contextlib.suppress(NotSupportedError):
-                return choose(device, TORCH_DTYPES[dtype], shapes, force={"linear": name, **forced}, **how)
+                return choice(force={"linear": name, **forced})
     try:
-        return choose(device, TORCH_DTYPES[dtype], shapes, force=forced or None, **how)
+        return choice(force=forced or None)
     except NotSupportedError as error:
         raise Refused(
             fatal("usage", str(error), next="run `firstlight doctor` for what this machine can use")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from firstlight.kernels.native import build
+from firstlight.kernels.native import build, library
+from firstlight.kernels.registry import choose
 
 pytestmark = pytest.mark.skipif(not build.available()[0], reason=build.available()[1])
 
 
 def test_the_threads_are_those_of_torch() -> None:
     """A second OpenMP runtime would be a second pool of threads on the same cores."""
-    build.library()
+    build.operators()
     runtimes = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -31,14 +33,23 @@ def test_the_library_is_found_again_and_a_change_makes_another(monkeypatch: pyte
     assert build.fingerprint() != first
 
 
+def test_operators_are_kept_where_the_caller_says(tmp_path: Path) -> None:
+    known = Path(build.operators()._name)
+    kept = tmp_path / "a folder" / known.name
+    kept.parent.mkdir()
+    shutil.copy(known, kept)
+    choose("cpu", torch.bfloat16, cache_dir=kept.parent)
+    assert str(kept) in Path("/proc/self/maps").read_text()
+
+
 def test_a_failing_compiler_is_an_error_that_shows_its_words(tmp_path: Path) -> None:
-    with pytest.raises(build.NativeBuildError, match="-fno-such-flag"):
+    with pytest.raises(library.BuildError, match="-fno-such-flag"):
         build.compile_library(tmp_path / "native.so", "-fno-such-flag")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
     possible, reason = build.available.__wrapped__()
     assert not possible
     assert "no-such-compiler" in reason

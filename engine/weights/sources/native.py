@@ -7,18 +7,14 @@ system differs, `native` gives None and `local.py` reads in its plain way: the s
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from firstlight.engine.settings import read_settings
+from firstlight.kernels.native import library
 
-COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 SOURCE = Path(__file__).with_name("native.cpp")
 
@@ -28,14 +24,14 @@ class Native:
 
     def __init__(self, path: Path) -> None:
         """Raises `OSError` where the library cannot be loaded."""
-        library = ctypes.CDLL(str(path))
+        compiled = ctypes.CDLL(str(path))
         file, number, memory = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._take, self._take_rows = library.firstlight_take, library.firstlight_take_rows
-        self._try_rows, self._read_rows = library.firstlight_try_rows, library.firstlight_read_rows
+        self._take, self._take_rows = compiled.firstlight_take, compiled.firstlight_take_rows
+        self._try_rows, self._read_rows = compiled.firstlight_try_rows, compiled.firstlight_read_rows
         self._take.argtypes = (file, number, memory, number)
         for function in (self._take_rows, self._try_rows, self._read_rows):
             function.argtypes = (file, number, memory, number, number, number)
-        self._gather = library.firstlight_gather
+        self._gather = compiled.firstlight_gather
         self._gather.argtypes, self._gather.restype = (memory, memory, number, number, number), None
         for function in (self._take, self._take_rows, self._try_rows, self._read_rows):
             function.restype = number
@@ -75,31 +71,23 @@ def native() -> Native | None:
     """The library, from the cache directory or compiled now; None where there is none to be had."""
     if platform.system() != "Linux":
         return None
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    digest.update(" ".join((*FLAGS, platform.machine(), *platform.libc_ver())).encode())
-    path = read_settings().cache_dir / f"reads-{digest.hexdigest()[:16]}.so"
+    name = f"reads-{library.digest([SOURCE], *FLAGS, platform.machine(), *platform.libc_ver())}.so"
+    path = read_settings().cache_dir / name
     try:
         if not path.exists():
-            if compiler is None:
-                return None
-            build(compiler, path)
+            _build(path)
         return Native(path)
-    except (OSError, subprocess.CalledProcessError):  # an odd compiler, a read-only home, another machine's library
+    except (OSError, library.BuildError):  # no compiler or an odd one, a read-only home, another machine's library
         return None
 
 
-def build(compiler: str, path: Path) -> None:
-    """Compile to a name of our own, then move it into place, so that ranks that start together do no harm.
-
-    Raises `OSError` and `CalledProcessError`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-        made.replace(path)
+def _build(path: Path) -> None:
+    """Raises `OSError` and `BuildError`."""
+    compiler = library.find_compiler()
+    if compiler is None:
+        raise library.BuildError(f"no C++ compiler (looked for {', '.join(library.COMPILERS)})")
+    with library.made_at_once(path) as made:
+        library.run_together([[compiler, *FLAGS, str(SOURCE), "-o", str(made)]])
 
 
 def _address(target: memoryview) -> int:

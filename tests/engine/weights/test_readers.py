@@ -16,6 +16,7 @@ from firstlight.engine.weights.sources import local
 from firstlight.engine.weights.sources import native as compiled_reads
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
 from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
+from firstlight.kernels.native import library
 
 MAX_GAP_BYTES = LOCAL_SHAPE.gap_bytes
 
@@ -401,7 +402,7 @@ def test_without_a_compiler_reads_are_plain(
 ) -> None:
     """Where there is none, and where it fails."""
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled_reads, "COMPILERS", compilers)
+    monkeypatch.setattr(library, "COMPILERS", compilers)
     monkeypatch.setattr(local, "native", compiled_reads.native.__wrapped__)
     assert local.native() is None
     path, content = list(files.items())[2]
