@@ -186,6 +186,7 @@ def _run_verb(verb: str, words: list[str], outlet: Outlet) -> int:
 
 def _run_launched(verb: str, words: list[str], outlet: Outlet) -> int:
     """One of several processes that a launcher started: rank 0 runs the verb, the others are its ranks."""
+    from firstlight.engine.errors import RankFailure
     from firstlight.engine.parallel.cluster import launched
     from firstlight.engine.serving.launched import leading, obey
     from firstlight.workbench import arguments as parsing
@@ -193,13 +194,17 @@ def _run_launched(verb: str, words: list[str], outlet: Outlet) -> int:
     place = launched()
     assert place is not None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a launcher means it at once, in the middle of a collective too
-    if place.rank == 0:
-        with leading(place):
-            status = _run_verb(verb, words, outlet)
-    else:
-        parsed = parsing.parse(verb, load_command(verb), words)
-        _mirror(parsed)
-        status = obey(place, getattr(parsed, "checkpoint", None))
+    try:
+        if place.rank == 0:
+            with leading(place):
+                status = _run_verb(verb, words, outlet)
+        else:
+            parsed = parsing.parse(verb, load_command(verb), words)
+            _mirror(parsed)
+            status = obey(place, getattr(parsed, "checkpoint", None))
+    except RankFailure as error:  # of what the ranks meet at, so there is nobody to report to
+        print(f"firstlight: {error}", file=sys.stderr)
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a thread may still wait for a rank that is lost

@@ -7,6 +7,7 @@ that whatever is lost, a process or a whole host, the rest find out within the d
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -14,9 +15,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -26,7 +29,7 @@ from firstlight.engine.parallel.cluster import Place, place_from_environment, us
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Awake, Failure
+from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Awake, Failure, Store
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.rank import RankProcess
 from firstlight.engine.serving.stream import EngineFailed
@@ -35,6 +38,8 @@ from firstlight.engine.serving.supervisor import die_with_parent
 POLL_S = 0.05
 LAST_WORDS_S = 10.0  # that rank 0 waits for the others to leave, where the store is its own
 LAST_WORDS_OF_A_FAILED_S = 2.0  # ... where one of them may be lost
+WITHOUT_LAUNCHER_S = 30.0  # that rank 0 has to tell what became of its engine when its launcher was killed
+Result = TypeVar("Result")
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,19 +51,25 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def leading(place: Place) -> Iterator[None]:
-    """Rank 0, for as long as it may give orders: it shows that it lives, and tells the others when it is through."""
+    """Rank 0, for as long as it may give orders: it shows that it lives, and tells the others when it is through.
+
+    Where its launcher held the store and was killed, this process ends as well: nobody is left who waits for it.
+    """
     kept = _connect(place, keep=True) if place.keeps_store else None
     store, deaf = _connect(place), threading.Event()
 
     def live() -> None:
-        beats = _connect(place)
-        count = 0
-        while not deaf.wait(BEAT_PERIOD_S):
-            count += 1
-            try:
+        try:
+            beats = _connect(place)
+            for count in itertools.count(1):
                 beats.set("alive", str(count))
-            except RuntimeError:  # the launcher that held the store has gone
-                return
+                if deaf.wait(BEAT_PERIOD_S):
+                    return
+        except (RuntimeError, RankFailure):  # the launcher that held the store has gone
+            pass
+        if not deaf.wait(WITHOUT_LAUNCHER_S):
+            _say(place, f"the launcher that held the store at {place.address}:{place.port} has gone")
+            os._exit(1)
 
     threading.Thread(target=live, name="alive", daemon=True).start()
     use_route_to(place.address, place.port)
@@ -71,14 +82,20 @@ def leading(place: Place) -> Iterator[None]:
 
 
 def _dismiss(store: PrefixStore, place: Place, within_s: float) -> None:
-    """Tell the others to leave, and where the store goes with this process, wait until they have heard it."""
-    _give(store, Order())
-    if not place.keeps_store:
-        return
+    """Tell the others to leave, and where the store goes with this process, wait until they have heard it.
+
+    No longer than `within_s` altogether: the store may be on a host that is lost, and a call to it never end.
+    """
     until_s = time.monotonic() + within_s
-    keys = [f"gone/{rank}" for rank in range(1, place.world_size)]
-    while time.monotonic() < until_s and not store.check(keys):
-        time.sleep(POLL_S)
+
+    def tell() -> None:
+        _give(store, Order())
+        keys = [f"gone/{rank}" for rank in range(1, place.world_size)]
+        while place.keeps_store and time.monotonic() < until_s and not store.check(keys):
+            time.sleep(POLL_S)
+
+    with suppress(RankFailure):
+        _within(within_s, tell, place)
 
 
 def obey(place: Place, checkpoint: str | None = None) -> int:
@@ -87,7 +104,7 @@ def obey(place: Place, checkpoint: str | None = None) -> int:
     `checkpoint` is where this machine has it, if not where rank 0 has it.
     """
     store = _connect(place)
-    sentry = Sentry(place)
+    sentry = Sentry(place, _connect(place))
     use_route_to(place.address, place.port)
     number = 0
     while True:
@@ -99,46 +116,60 @@ def obey(place: Place, checkpoint: str | None = None) -> int:
             return 0
         sentry.deadline_s = order.host.deadline_s
         engine = order.engine if checkpoint is None else msgspec.structs.replace(order.engine, checkpoint=checkpoint)
-        RankProcess(engine, order.host, _of_order(place, number), None).run()  # what failed, rank 0 knows
+        process = RankProcess(engine, order.host, _of_order(place, number), None)
+        sentry.phase = lambda pulse=process.pulse: pulse.beat().phase
+        process.run()  # what failed, rank 0 knows
         number += 1
 
 
 class Sentry:
-    """Ends this process when rank 0, or the store, has been silent for longer than `deadline_s`.
+    """Ends this process when rank 0, or the store where all ranks meet, has been silent for longer than `deadline_s`.
 
-    One thread asks and another judges: an answer that never comes holds up the first alone.
+    `store` is a connection of its own, and answers already: from its first moment on, silence is counted. Only rank 0's
+    first sign may take as long as a start. One thread asks and another judges: an answer that never comes holds up the
+    first alone. `phase` says what this rank is doing.
     """
 
     def __init__(
         self,
         place: Place,
+        store: Store,
         deadline_s: float = DEADLINE_S,
         leave: Callable[[int], object] = os._exit,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.deadline_s = deadline_s
+        self.phase: Callable[[], str] = lambda: "waiting for orders"
         self._place = place
+        self._store = store
         self._leave = leave
-        self._awake = Awake.of_period(BEAT_PERIOD_S)
-        self._seen_s = self._awake() + STAGE_DEADLINES_S["spawn"]  # rank 0 may come late
+        self._awake = clock or Awake.of_period(BEAT_PERIOD_S)
+        self._heard_s = self._awake()  # the store
+        self._seen_s = self._heard_s + STAGE_DEADLINES_S["spawn"]  # rank 0, which may come late
         for target in (self._ask, self._judge):
             threading.Thread(target=target, name="sentry", daemon=True).start()
 
+    @property
+    def silent_s(self) -> float:
+        """How long rank 0 and its store have been silent."""
+        return self._awake() - min(self._heard_s, self._seen_s)
+
     def _ask(self) -> None:
-        store, last = _connect(self._place), b""
+        last = b""
         try:
             while True:
-                if store.check(["alive"]) and (now := store.get("alive")) != last:
+                if self._store.check(["alive"]) and (now := self._store.get("alive")) != last:
                     last, self._seen_s = now, self._awake()
+                self._heard_s = self._awake()
                 time.sleep(BEAT_PERIOD_S)
         except RuntimeError:
             return
 
     def _judge(self) -> None:
-        while (silent_s := self._awake() - self._seen_s) <= self.deadline_s:
+        while (silent_s := self.silent_s) <= self.deadline_s:
             time.sleep(BEAT_PERIOD_S)
-        where = f"rank {self._place.rank} on host {socket.gethostname()}"
         said = f"rank 0 at {self._place.address} gave no sign of life for {silent_s:.1f} s"
-        print(f"firstlight {where}: {said} (deadline {self.deadline_s:g} s); leaving", file=sys.stderr, flush=True)
+        _say(self._place, f"{said} (deadline {self.deadline_s:g} s) in phase '{self.phase()}'; leaving")
         self._leave(1)
 
 
@@ -266,7 +297,7 @@ def serve_launched(engine: EngineOptions, host: HostOptions) -> int | None:
             if health.failure is not None:
                 print(f"firstlight: {health.failure}", file=sys.stderr, flush=True)
                 time.sleep(host.linger_s)
-                with suppress(RuntimeError):  # the launcher that held the store may have gone
+                with suppress(RuntimeError, RankFailure):  # the launcher that held the store may have gone
                     _dismiss(_connect(place), place, LAST_WORDS_OF_A_FAILED_S)
                 os._exit(1)  # a thread of ours may wait for one that will not come
             return 0
@@ -295,10 +326,41 @@ def _of_order(place: Place, number: int) -> Place:
 
 
 def _connect(place: Place, keep: bool = False) -> PrefixStore:
-    """A connection of its own to the store; `keep`: the store itself is here, and lasts as long as what is returned."""
-    timeout = timedelta(seconds=STAGE_DEADLINES_S["spawn"])  # other hosts may be slower
-    kept = TCPStore(place.address, place.port, is_master=keep, wait_for_workers=False, timeout=timeout)
-    return PrefixStore(place.prefix, kept)
+    """A connection of its own to the store; `keep`: the store itself is here, and lasts as long as what is returned.
+
+    Raises `RankFailure` (spawn) if the store does not answer within the deadline of a spawn: other hosts may be slower.
+    """
+    limit_s = STAGE_DEADLINES_S["spawn"]
+
+    def connect() -> TCPStore:
+        timeout = timedelta(seconds=limit_s)
+        return TCPStore(place.address, place.port, is_master=keep, wait_for_workers=False, timeout=timeout)
+
+    return PrefixStore(place.prefix, _within(limit_s + 1.0, connect, place))
+
+
+def _within(limit_s: float, call: Callable[[], Result], place: Place) -> Result:
+    """What a call to the store returns. torch waits for ever for an answer that is lost on the way: this does not."""
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    try:
+        return outcome.result(limit_s)
+    except TimeoutError:
+        reason = f"the store at {place.address}:{place.port} has not answered for {limit_s:g} s"
+    except RuntimeError as error:  # torch's own deadline, or a connection that broke
+        reason = f"the store at {place.address}:{place.port} is not to be reached: {str(error).splitlines()[0]}"
+    raise RankFailure(0, "spawn", f"{reason}, from rank {place.rank} on host {socket.gethostname()}")
+
+
+def _say(place: Place, message: str) -> None:
+    print(f"firstlight rank {place.rank} on host {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

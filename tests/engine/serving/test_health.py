@@ -1,11 +1,17 @@
 """Signs of life judged on a clock that the test turns."""
 
+import threading
+
 import msgspec
 import pytest
 
-from firstlight.engine.errors import Refused
+from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.cluster import Place
+from firstlight.engine.serving import launched
 from firstlight.engine.serving.health import Awake, Beat, Pulse, Watch, failure_of
+from firstlight.engine.serving.launched import Sentry
+from tests.waiting import until
 
 
 class Clock:
@@ -148,3 +154,53 @@ def test_findings_survive_as_failure() -> None:
         msgspec.json.encode(failure_of(1, "load", error)), type=type(failure_of(0, "", error))
     )
     assert failure.findings == error.findings
+
+
+class CutStore(MemoryStore):
+    """A store on a host that is lost at some moment: an answer that was on its way never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cut, self.is_over, self.waiting = False, threading.Event(), threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_cut:
+            self.waiting.set()
+            self.is_over.wait()
+            raise RuntimeError("the connection broke")
+        return super().check(keys)
+
+
+PLACE = Place(rank=1, world_size=2, local_rank=0, local_world_size=1, address="10.0.0.1", port=1)
+
+
+@pytest.mark.parametrize("has_spoken", [True, False])
+def test_a_rank_leaves_when_rank_0_s_host_is_lost_even_before_rank_0_spoke(
+    clock: Clock, capsys: pytest.CaptureFixture[str], has_spoken: bool
+) -> None:
+    """That rank 0 may come late, by as much as a start may take, holds while the store answers and no longer."""
+    store, left = CutStore(), threading.Event()
+    if has_spoken:
+        store.set("alive", "1")
+    sentry = Sentry(PLACE, store, deadline_s=4.0, leave=lambda _: left.set(), clock=clock)
+    sentry.phase = lambda: "load"
+    until(lambda: sentry.silent_s <= 0 if has_spoken else store.check(["x"]) is False)
+    if not has_spoken:
+        clock.now_s += 3.0
+        until(lambda: sentry.silent_s <= 0, "the store answers: rank 0 is late, and no more")
+    store.is_cut = True
+    assert store.waiting.wait(60)
+    assert not left.is_set()
+    clock.now_s += 4.5
+    assert left.wait(60)
+    store.is_over.set()
+    said = capsys.readouterr().err
+    assert "rank 0 at 10.0.0.1 gave no sign of life for 4.5 s (deadline 4 s) in phase 'load'" in said
+
+
+def test_a_store_that_never_answers_is_not_waited_for() -> None:
+    """torch's own deadline counts until a connection stands; what is asked over it may wait for ever."""
+    never = threading.Event()
+    with pytest.raises(RankFailure, match=r"store at 10\.0\.0\.1:1 has not answered for 0\.05 s, from rank 1"):
+        launched._within(0.05, never.wait, PLACE)
+    never.set()
