@@ -1,6 +1,7 @@
 """The rung `infer`: text and picture answers from a running engine, and whether they are answers at all.
 
-Checks: nothing is empty, a loop or gibberish; the same seed gives the same tokens; every picture fills its
+Checks: nothing is empty, a loop or gibberish (a loop of the likeliest tokens is a warning where drawn answers read
+well); the same seed gives the same tokens; every picture fills its
 placeholders; another picture gives another answer; and, where a folder `pictures` with `expected.json` stands beside
 the checkpoint, that its answers are the expected ones.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import warning
+from firstlight.engine.findings import Finding, warning
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.serving.api import EngineInfo, EngineLike
 from firstlight.engine.serving.options import EngineOptions
@@ -31,6 +32,7 @@ from firstlight.workbench.side_files import has_chat_template
 ANSWER_TOKENS = 32
 SEED = 20240229
 EXPECTED_SHARE = 0.75  # of the expected answers; a broken engine gives next to none
+DRAWS = 3  # answers that are drawn where the likeliest tokens run in circles
 SAME_DISTRIBUTION = 0.1  # nats: below it two pictures gave the same first token for all we know
 
 Recorder = Callable[[RequestEvent], None]
@@ -64,9 +66,12 @@ def infer(
     rows, problems = [], []
     for index, question in enumerate(asked):
         progress("ask", index, len(asked), "questions")
-        row, problem = _ask(asker, question)
+        row, problem, circles = _ask(asker, question)
         rows.append(row)
-        problems += [f"{question.prompt!r}: {problem}"] if problem else []
+        if circles:
+            draft.find(_in_circles(question, problem))
+        elif problem:
+            problems.append(f"{question.prompt!r}: {problem}")
     progress("ask", len(asked), len(asked), "questions")
     draft.check(
         READABLE,
@@ -244,7 +249,8 @@ def _event(question: Question, answer: Completion) -> RequestEvent:
     )
 
 
-def _ask(asker: _Asker, question: Question) -> tuple[dict[str, Any], str | None]:
+def _ask(asker: _Asker, question: Question) -> tuple[dict[str, Any], str, bool]:
+    """The answer as a row, what is wrong with it, and whether that is the likeliest tokens' habit alone."""
     answer = asker.ask(question)
     logprob = _mean_logprob(answer)
     row = {
@@ -258,7 +264,31 @@ def _ask(asker: _Asker, question: Question) -> tuple[dict[str, Any], str | None]
         "first_token_s": answer.usage.first_token_s,
         "total_s": answer.usage.total_s,
     }
-    return row, answers.problem(answer.text, answer.tokens, logprob)
+    problem = answers.problem(answer.text, answer.tokens, logprob) or ""
+    return row, problem, bool(problem) and _circles(asker, question, answer)
+
+
+def _circles(asker: _Asker, question: Question, answer: Completion) -> bool:
+    """Whether the likeliest tokens run in circles and most drawn answers do not.
+
+    Sound models do so under greedy decoding, the smaller the more (arXiv 1904.09751): one rounding decides whether a
+    prompt ends there. Of broken weights no way of decoding gives sentences.
+    """
+    if answers.loop(answer.tokens) is None:
+        return False
+    drawn = [asker.ask(question, temperature=0.8, seed=SEED + number) for number in range(DRAWS)]
+    sound = [one for one in drawn if answers.problem(one.text, one.tokens, _mean_logprob(one)) is None]
+    return 2 * len(sound) > DRAWS
+
+
+def _in_circles(question: Question, problem: str) -> Finding:
+    return warning(
+        "odd-answers",
+        f"the likeliest tokens answer {question.prompt!r} with {problem}; drawn answers read well",
+        expected="an answer that ends",
+        found=problem,
+        next="ask with a temperature; whether the numbers are right is for verify to say",
+    )
 
 
 def _mean_logprob(answer: Completion) -> float | None:

@@ -9,19 +9,21 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.serving.request import Delta
+from firstlight.engine.serving.request import Completion, Delta, SamplingParams
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench.bringup import Bringup
 from firstlight.workbench.cli import main
 from firstlight.workbench.events import ProgressEvent
-from firstlight.workbench.infer import DRAWN, Question, drawn
+from firstlight.workbench.infer import DRAWN, Question, drawn, infer
 from firstlight.workbench.report import Report
 from firstlight.workbench.runs import Run
 from tests.waiting import alive, gone
@@ -101,6 +103,23 @@ def test_infer_judges_the_answers(bringup: Bringup) -> None:
     requests = [event for _, event in bringup.run.read_events().requests()]
     assert len(requests) >= len(report.tables["answers"])
     assert all(event.completion_tokens for event in requests)
+
+
+@pytest.mark.parametrize(("hottest", "passes"), [(0.0, True), (1.0, False)])
+def test_a_loop_of_the_likeliest_tokens_alone_is_a_warning(bringup: Bringup, hottest: float, passes: bool) -> None:
+    """Small models run in circles where a rounding leads them there; what does so however it is drawn is broken."""
+    engine = bringup.engine
+
+    def complete(prompt: str, pictures: list[Any], params: SamplingParams, chat: bool) -> Completion:
+        answer = engine.complete(prompt, pictures, params, chat)
+        circles = {"text": "a cow, " * 10, "tokens": (3, 4, 5) * 10}
+        return msgspec.structs.replace(answer, **circles) if params.temperature <= hottest else answer
+
+    blind = msgspec.structs.replace(engine.info(), sees=False)
+    report = infer(SimpleNamespace(info=lambda: blind, complete=complete), [Question(prompt="What does a cow say?")])  # type: ignore[arg-type]
+    assert report.passed == passes
+    assert [finding.code for finding in report.findings] == (["odd-answers"] if passes else [])
+    assert passes or "a loop: the last 3 tokens 10 times" in failed(report)[0]
 
 
 def test_infer_with_pictures_of_its_own(bringup: Bringup) -> None:
