@@ -143,7 +143,7 @@ def start_report(
     draft.metric("load_rate", info.load_bytes / info.load_s if info.load_s else None, "B/s", "rank 0")
     draft.metric("max_context", info.max_context, "tokens", "of one sequence")
     draft.metric("max_batch", info.max_batch, "sequences", "at once per replica")
-    _memory(draft, engine.memory())
+    _memory(draft, engine.memory(pools=True))
     draft.table(
         "operators",
         (

@@ -68,6 +68,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank; `resident_bytes` is the process's, with everything that is not in a pool.
 
+    `pools`: how each is backed, empty unless asked for: the system walks over every page to say so.
+
     `residency`: what of the weights came and went (`ResidencyReport`), None where all of them are in memory.
 
     `allocated_bytes` and `reserved_bytes` are torch's own account of a GPU's memory; None on CPUs, which have none.
@@ -76,7 +78,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     device: str
     bytes_by_role: dict[str, int]
-    pools: tuple[dict[str, Any], ...]
+    pools: tuple[dict[str, Any], ...] = ()
     resident_bytes: int
     pages: int
     page_size: int
@@ -131,7 +133,7 @@ class EngineLike(Protocol):
 
     def ledger(self) -> Ledger: ...
 
-    def memory(self) -> tuple[RankMemory, ...]: ...
+    def memory(self, pools: bool = False) -> tuple[RankMemory, ...]: ...
 
     def profile(self, prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> tuple[RankProfile, ...]: ...
 

@@ -108,9 +108,10 @@ class EngineClient:
         query = {"prompt_tokens": prompt_tokens, "decode_steps": decode_steps, "batch": batch}
         return msgspec.json.decode(self._ask("POST", "/admin/profile", params=query), type=tuple[RankProfile, ...])
 
-    def memory(self) -> tuple[RankMemory, ...]:
+    def memory(self, pools: bool = False) -> tuple[RankMemory, ...]:
         """See `Engine.memory`."""
-        return msgspec.json.decode(self._ask("GET", "/admin/memory"), type=tuple[RankMemory, ...])
+        query = {"pools": pools}
+        return msgspec.json.decode(self._ask("GET", "/admin/memory", params=query), type=tuple[RankMemory, ...])
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""

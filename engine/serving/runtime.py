@@ -225,9 +225,9 @@ class Engine:
         answers = self.call(lambda: self._ask(command))
         return tuple(msgspec.msgpack.decode(answer, type=RankProfile) for answer in answers)
 
-    def memory(self) -> tuple[RankMemory, ...]:
-        """What every rank holds."""
-        answers = self.call(lambda: self._ask(MemoryCommand()))
+    def memory(self, pools: bool = False) -> tuple[RankMemory, ...]:
+        """What every rank holds; `pools`: and how they are backed, for which all steps wait 0.1 s and more."""
+        answers = self.call(lambda: self._ask(MemoryCommand(pools)))
         return tuple(msgspec.msgpack.decode(answer, type=RankMemory) for answer in answers)
 
     def ledger(self) -> Ledger:

@@ -174,8 +174,8 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
         return Response(exposition(engine.stats(), _name(desk, engine)), media_type=CONTENT_TYPE)
 
     @app.get("/admin/memory")
-    async def memory() -> Response:
-        return _json(await _in_thread(_engine(desk).memory))
+    async def memory(pools: bool = False) -> Response:
+        return _json(await _in_thread(lambda: _engine(desk).memory(pools)))
 
     @app.post("/admin/profile")
     async def profile(prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> Response:

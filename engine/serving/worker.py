@@ -149,21 +149,21 @@ class Worker:
                     self.pulse.at("profile")
                     return _encode(run_profile(self.rank, command))
                 case MemoryCommand():
-                    return _encode(self.memory())
+                    return _encode(self.memory(command.pools))
                 case _:
                     return b""
         finally:
             self.pulse.at("idle")
 
-    def memory(self) -> RankMemory:
-        """What this rank holds, by role, and what the system says about its process."""
+    def memory(self, pools: bool = False) -> RankMemory:
+        """What this rank holds by role, and what the system says about its process; `pools`: and how they are backed."""
         rank, on_gpu = self.rank, self.rank.device.type == "cuda"
         residency = rank.weights.residency()
         return RankMemory(
             rank=rank.rank,
             device=str(rank.device),
             bytes_by_role={**rank.weights.bytes_by_role(), "cache": rank.cache.pool.reserved_bytes},
-            pools=tuple(msgspec.to_builtins(one) for one in (*rank.weights.reports(), rank.cache.report())),
+            pools=tuple(map(msgspec.to_builtins, (*rank.weights.reports(), rank.cache.report()))) if pools else (),
             resident_bytes=psutil.Process().memory_info().rss,
             pages=rank.limits.num_pages,
             page_size=rank.limits.page_size,
@@ -197,7 +197,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryCommand(msgspec.Struct, frozen=True, tag=True):
-    """Say what memory you hold."""
+    """Say what memory you hold, and if asked how the pools are backed."""
+
+    pools: bool = False
 
 
 Command = StepPlan | TraceCommand | ProfileCommand | MemoryCommand | Tick | Stop

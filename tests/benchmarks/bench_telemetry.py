@@ -1,9 +1,11 @@
 """What telemetry at 10 Hz costs an engine: neighbouring slices of one load with and without a sampler.
 
-    python -m tests.benchmarks.bench_telemetry [--seconds 300] [--slice 0.3] [--watched] [--keep FILE]
+    python -m tests.benchmarks.bench_telemetry [--seconds 300] [--samplers 8] [--slice 0.3] [--watched] [--keep FILE]
 
-One engine answers without a pause. The sampler runs in a process of its own as under `firstlight up`, with all its
-sources and its events written to disk; in slices without, that process is stopped where it stands (SIGSTOP). A round is
+One engine answers without a pause. A sampler runs in a process of its own as under `firstlight up`, with all its
+sources and its events written to disk. What one costs is less than what the speed of a shared machine wanders by from
+one moment to the next; so several run, each as if it were the only one, and what they cost together is divided by
+their number. In slices without, their processes are stopped where they stand (SIGSTOP). A round is
 three neighbouring slices in an order that is drawn: two without and one with. They are short, three samples each: the
 speed of a shared machine wanders more in a second than in a third of one, and many rounds even out the rest. The loss
 is the trimmed mean over rounds of what the one with has less than the two without, with a bootstrapped 95 % interval;
@@ -11,6 +13,8 @@ the two without, held against each other in the same way, say what the machine's
 are those that the engine counts, between two moments that it names itself. Beside throughput, which is noisy on a
 shared machine, stands what the scheduler accounts for: how long the engine's threads were ready and had no core, its
 processor time for a token, and that of the sampler's process.
+
+Rounds in which somebody else had more than `QUIET` of a core are left out, and counted.
 
 `--keep FILE`: rounds are added to this file, and the figures are those of all that it holds.
 """
@@ -27,8 +31,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +48,7 @@ from tests.repo.tree import ROOT
 MENAGERIE = ROOT / "data" / "samples" / "menagerie"
 TOKENS = 400  # an answer
 SETTLE_S = 0.1  # after the sampler was stopped or let go on
+QUIET = 0.1
 DRAWS = 2000  # of the bootstrap
 TRIM = 0.1  # of the rounds at each end: moments at which the machine was taken away
 SAMPLE = """
@@ -61,20 +66,21 @@ host.release()
 
 
 class Slice(NamedTuple):
-    """Tokens a second, the engine's processor time a token, the sampler's process as a share of one core, and how long
-    the engine's threads were ready without a core, all together, as a share of the time."""
+    """Tokens a second; the engine's processor time a token; the sampler's process as a share of one core; how long the
+    engine's threads were ready without a core, all together, as a share of the time; what others had of a core."""
 
     tokens_per_s: float
     engine_us_per_token: float
     sampler_share: float
     engine_waits: float
+    others_share: float
 
 
 Round = tuple[Slice, Slice, Slice]  # without, without, with
 
 
 class Spent(NamedTuple):
-    """What a process's threads have had of the cores, and how long they were ready and had none."""
+    """What a thread has had of the cores, and how long it was ready and had none."""
 
     ran_ns: int
     waited_ns: int
@@ -84,26 +90,43 @@ class Moment(NamedTuple):
     """What was counted up to a time: by the engine itself, and by the scheduler for both sides (ns)."""
 
     stats: EngineStats
-    engine: Spent
-    sampler: Spent
+    engine: Mapping[str, Spent]
+    sampler: Mapping[str, Spent]
+    here: Mapping[str, Spent]
+    busy_s: float  # of all cores together
     at_s: float
 
 
-def spent(processes: Iterable[int]) -> Spent:
-    """Of all threads of the processes that are there, as the scheduler accounts for it."""
-    ran, waited = 0, 0
+def spent(processes: Iterable[int]) -> Mapping[str, Spent]:
+    """Of every thread of the processes, by name, as the scheduler accounts for it."""
+    found = {}
     for file in (file for process in processes for file in Path(f"/proc/{process}/task").glob("*/schedstat")):
         try:
-            numbers = file.read_text().split()
+            ran, waited, *_ = map(int, file.read_text().split())
         except OSError:  # a thread that has just ended
             continue
-        ran, waited = ran + int(numbers[0]), waited + int(numbers[1])
-    return Spent(ran, waited)
+        found[file.parent.name] = Spent(ran, waited)
+    return found
+
+
+def grown(before: Mapping[str, Spent], after: Mapping[str, Spent]) -> Spent:
+    """What the threads that are there now have had since."""
+    was = [before.get(name, Spent(0, 0)) for name in after]
+    return Spent(
+        sum(now.ran_ns - then.ran_ns for now, then in zip(after.values(), was, strict=True)),
+        sum(now.waited_ns - then.waited_ns for now, then in zip(after.values(), was, strict=True)),
+    )
+
+
+def busy_s() -> float:
+    """What all cores have worked together."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait)
 
 
 @contextmanager
 def sampling(where: Path, events: Path, hertz: float) -> Iterator[psutil.Process]:
-    """The sampler's process, sampling when this is entered."""
+    """A sampler's process, sampling when this is entered."""
     command = [sys.executable, "-c", SAMPLE, str(where), str(events), str(hertz)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -141,29 +164,36 @@ def busy(client: EngineClient, at_once: int) -> Iterator[None]:
 def measured(look: Callable[[], Moment], seconds: float) -> Slice:
     before = look()
     time.sleep(seconds)
-    after = look()
+    while (after := look()).stats.generated_tokens == before.stats.generated_tokens:  # the whole machine stood still
+        time.sleep(SETTLE_S)
     tokens = after.stats.generated_tokens - before.stats.generated_tokens
     wall_ns = 1e9 * (after.at_s - before.at_s)
+    engine, sampler = grown(before.engine, after.engine), grown(before.sampler, after.sampler)
+    ours = engine.ran_ns + sampler.ran_ns + grown(before.here, after.here).ran_ns
     return Slice(
         tokens / (after.stats.time_s - before.stats.time_s),
-        1e-3 * (after.engine.ran_ns - before.engine.ran_ns) / tokens,
-        (after.sampler.ran_ns - before.sampler.ran_ns) / wall_ns,
-        (after.engine.waited_ns - before.engine.waited_ns) / wall_ns,
+        1e-3 * engine.ran_ns / tokens,
+        sampler.ran_ns / wall_ns,
+        engine.waited_ns / wall_ns,
+        max(0.0, 1e9 * (after.busy_s - before.busy_s) - ours) / wall_ns,
     )
 
 
-def take_rounds(look: Callable[[], Moment], sampler: psutil.Process, given: argparse.Namespace) -> list[Round]:
+def take_rounds(
+    look: Callable[[], Moment], samplers: Sequence[psutil.Process], given: argparse.Namespace
+) -> list[Round]:
     """Rounds of (without, without, with) until the time is over; their order is drawn, so that no period of the load,
     whose answers begin and end, falls together with it."""
     rounds: list[Round] = []
     until_s = time.monotonic() + given.seconds
-    reader, draw = EventReader(given.events), random.Random(time.time_ns())
+    reader, draw = EventReader(Path(f"{given.events}-0")), random.Random(time.time_ns())
     while time.monotonic() < until_s:
         if given.watched:
             reader.watch()
         found: dict[int, Slice] = {}
         for turn in draw.sample(range(3), 3):
-            (sampler.resume if turn == 2 else sampler.suspend)()
+            for sampler in samplers:
+                (sampler.resume if turn == 2 else sampler.suspend)()
             time.sleep(SETTLE_S)
             found[turn] = measured(look, given.slice)
         rounds.append((found[0], found[1], found[2]))
@@ -187,6 +217,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of measuring, at the least one round")
     parser.add_argument("--slice", type=float, default=0.3, help="seconds")
+    parser.add_argument("--samplers", type=int, default=8, help="at once; what they cost is divided by their number")
     parser.add_argument("--keep", type=Path, help="add the rounds to this file and show the figures of all it holds")
     parser.add_argument(
         "--watched", action="store_true", help="as with a dashboard open: events are written at 10 Hz too"
@@ -205,21 +236,28 @@ def main() -> None:
         with Host.start(MENAGERIE, run_dir=where, **options) as host:
             host.wait_ready(300)
             client = host.client()
-            with sampling(where, given.events, given.hertz) as sampler, busy(client, given.at_once):
+            with ExitStack() as stack:
+                samplers = [
+                    stack.enter_context(sampling(where, Path(f"{given.events}-{number}"), given.hertz))
+                    for number in range(given.samplers)
+                ]
+                stack.enter_context(busy(client, given.at_once))
 
                 def look() -> Moment:
                     stats = client.glance()
                     assert stats is not None, "an engine that steps lays its statistics out"
-                    return Moment(stats, spent(host.pids), spent([sampler.pid]), time.monotonic())
+                    pids = [sampler.pid for sampler in samplers]
+                    here = spent([os.getpid()])
+                    return Moment(stats, spent(host.pids), spent(pids), here, busy_s(), time.monotonic())
 
                 measured(look, 3.0)  # the first answers are those of a start
-                rounds = take_rounds(look, sampler, given)
+                rounds = take_rounds(look, samplers, given)
     if given.keep is not None:
         with given.keep.open("a") as file:
             file.writelines(json.dumps(one) + "\n" for one in rounds)
         lines = given.keep.read_text().splitlines()
         rounds = [(Slice(*one), Slice(*other), Slice(*seen)) for one, other, seen in map(json.loads, lines)]
-    report(rounds, given.hertz)
+    report(rounds, given.hertz, given.samplers)
 
 
 def between(one: float, other: float, seen: float) -> float:
@@ -227,27 +265,32 @@ def between(one: float, other: float, seen: float) -> float:
     return 100 * (seen / (one * other) ** 0.5 - 1)
 
 
-def report(rounds: Sequence[Round], hertz: float) -> None:
+def report(rounds: Sequence[Round], hertz: float, samplers: int) -> None:
+    """Figures of one sampler: what `samplers` of them make of a slice, divided by their number."""
+    quiet = [one for one in rounds if max(part.others_share for part in one) <= QUIET]
+    print(f"{len(rounds) - len(quiet)} of {len(rounds)} rounds left out: somebody else was at work")
+    rounds = quiet
     plain = statistics.median(one.tokens_per_s for pair in rounds for one in pair[:2])
     seen = statistics.median(one[2].tokens_per_s for one in rounds)
-    print(f"{len(rounds)} rounds: without {plain:,.1f} tokens/s, at {hertz:g} Hz {seen:,.1f} tokens/s (medians)")
-    losses = interval([-between(a.tokens_per_s, b.tokens_per_s, c.tokens_per_s) for a, b, c in rounds])
-    print("telemetry takes {:.2f} % of the throughput (95 %: {:.2f} to {:.2f})".format(*losses))
-    nothing = interval([100 * (1 - b.tokens_per_s / a.tokens_per_s) for a, b, _ in rounds])
+    at_work = f"with {samplers} samplers of {hertz:g} Hz {seen:,.1f} tokens/s"
+    print(f"{len(rounds)} rounds: without {plain:,.1f} tokens/s, {at_work} (medians)")
+    losses = interval([-between(a.tokens_per_s, b.tokens_per_s, c.tokens_per_s) / samplers for a, b, c in rounds])
+    print("one takes {:.2f} % of the throughput (95 %: {:.2f} to {:.2f})".format(*losses))
+    nothing = interval([100 * (1 - b.tokens_per_s / a.tokens_per_s) / samplers for a, b, _ in rounds])
     print("nothing at all takes {:.2f} % (95 %: {:.2f} to {:.2f}): the noise of this run".format(*nothing))
     cost = statistics.median(one.engine_us_per_token for pair in rounds for one in pair[:2])
     dearer = interval(
-        [between(a.engine_us_per_token, b.engine_us_per_token, c.engine_us_per_token) for a, b, c in rounds]
+        [between(a.engine_us_per_token, b.engine_us_per_token, c.engine_us_per_token) / samplers for a, b, c in rounds]
     )
     grows = "grows by {:.2f} % (95 %: {:.2f} to {:.2f})".format(*dearer)
     print(f"the engine's processor time a token, {cost:,.0f} us, {grows}")
     waits = statistics.median(100 * one.engine_waits for pair in rounds for one in pair[:2])
-    longer = interval([100 * (c.engine_waits - (a.engine_waits + b.engine_waits) / 2) for a, b, c in rounds])
+    longer = interval([100 * (c.engine_waits - (a.engine_waits + b.engine_waits) / 2) / samplers for a, b, c in rounds])
     print(
-        f"the engine's threads wait for a core {waits:.2f} % of the time,"
-        + " with telemetry {:+.2f} % of it (95 %: {:.2f} to {:.2f})".format(*longer)
+        f"the engine's threads together wait {waits:.2f} % of the time for a core,"
+        + " and {:.2f} % more (95 %: {:.2f} to {:.2f})".format(*longer)
     )
-    cores, share = os.cpu_count() or 1, interval([100 * one[2].sampler_share for one in rounds])
+    cores, share = os.cpu_count() or 1, interval([100 * one[2].sampler_share / samplers for one in rounds])
     print(
         "the sampler's process takes {:.3f} % of one core (95 %: {:.3f} to {:.3f})".format(*share)
         + f", {share[0] / cores:.3f} % of all {cores}"

@@ -83,10 +83,10 @@ class Growing(EngineClient):
     looks = 0
     until = 1
 
-    def memory(self) -> tuple[RankMemory, ...]:
+    def memory(self, pools: bool = False) -> tuple[RankMemory, ...]:
         self.looks += 1
         grown = min(self.looks, self.until) << 30
-        return tuple(msgspec.structs.replace(rank, resident_bytes=grown) for rank in super().memory())
+        return tuple(msgspec.structs.replace(rank, resident_bytes=grown) for rank in super().memory(pools))
 
 
 @pytest.mark.parametrize(("until", "looks", "status"), [(1, 2, "passed"), (2, 3, "passed"), (9, 4, "failed")])

@@ -312,8 +312,18 @@ def test_a_trace_that_cannot_be_run_is_refused_before_it_starts(
         engine.trace(**{"input_ids": np.array([[1, 2, 3, 4]]), **change})
 
 
-def test_memory_and_profile_add_up(engine: Engine) -> None:
+def test_the_memory_that_telemetry_asks_for_walks_over_no_pages(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system takes 0.1 s and more for that, in which nothing steps."""
+    monkeypatch.setattr("firstlight.engine.weights.memory.Pool.report", lambda _: pytest.fail("it was not asked for"))
     (memory,) = engine.memory()
+    assert (memory.pools, memory.rank) == ((), 0)
+
+
+def test_memory_and_profile_add_up(engine: Engine) -> None:
+    (memory,) = engine.memory(pools=True)
+    assert sum(pool["reserved_bytes"] for pool in memory.pools) == sum(memory.bytes_by_role.values())
     assert sum(memory.bytes_by_role.values()) <= memory.resident_bytes
     weights = sum(size for role, size in memory.bytes_by_role.items() if role != "cache")
     assert weights == engine.worker.rank.weights.nbytes
