@@ -79,7 +79,7 @@ def _scan(
     other = _manifest(manifest, against)
     checkpoint = Checkpoint.open(source)
     draft = Draft("scan", checkpoint.name)
-    kinds = stock(checkpoint.tensors.values())
+    kinds = stock(checkpoint.tensors)
     _files(draft, checkpoint)
     described = _architecture(draft, checkpoint)
     foreign = described is not None and isinstance(described[0], ForeignSpec)

@@ -139,8 +139,9 @@ def scale_findings(
             next="fetch the shard that holds the tensor, or the index that lists it",
         )
     owners = set(scales.values())
-    bare = [name for name in consumed if tensors[name].dtype.startswith("F8_E") and name not in owners]
-    bare = bare if unannounced else []  # what is announced has been held against its scales already
+    # What is announced has been held against its scales already.
+    among = consumed if unannounced else ()
+    bare = [name for name in among if tensors[name].dtype.startswith("F8_E") and name not in owners]
     for pattern, names in by_pattern(bare).items():
         yield fatal(
             "unpaired-scale",

@@ -6,7 +6,7 @@ A lot says: these tensors fill the parameters of that pattern, number by number,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
@@ -23,7 +23,6 @@ from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
-_ODD_NUMBER = re.compile(r"[\n.]0[0-9]")  # in bare names: a number with a leading zero
 V = TypeVar("V")
 
 
@@ -49,8 +48,7 @@ class Parameters(Mapping[str, Param]):
         if any(_NUMBER.findall(k.param.name)[:1] != [str(k.layers[0])] for k in own) or kind.numbers != expected:
             return None
         count = len(layers) * (own[0].count if own[0].param.expert is not None else 1)
-        is_exact = len(kind.tensors) == count and kind.bare.isascii() and not _ODD_NUMBER.search(kind.bare)
-        return frozenset(k.param.role for k in own) if is_exact else None
+        return frozenset(k.param.role for k in own) if len(kind.tensors) == count and kind.is_usual else None
 
     def shapes(self, pattern: str) -> set[tuple[int, ...]]:
         """The shapes of the parameters of a pattern."""
@@ -115,7 +113,7 @@ class Lot:
         mains: Kind,
         kinds: tuple[Kind, ...],
         format: Format | None = None,
-        parts: tuple[list[TensorInfo], ...] = (),
+        parts: tuple[Sequence[TensorInfo], ...] = (),
     ) -> None:
         self.params, self.weights, self.shape = params, weights, shape
         self.mains, self.kinds, self.format, self.parts = mains, kinds, format, parts
@@ -125,11 +123,9 @@ class Lot:
         return len(self.mains.tensors)
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def places(self) -> Mapping[str, int]:
         """Name of each parameter -> its place among the weights."""
-        names = self.mains.as_names(self.params)
-        assert names is not None
-        return {name: place for place, name in enumerate(names)}
+        return self.mains.places_as(self.params)
 
     def source(self, place: int) -> Source:
         main = self.mains.tensors[place]

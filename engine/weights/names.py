@@ -18,6 +18,7 @@ from firstlight.engine.weights.patterns import patterns
 
 Ints = NDArray[np.int64]
 _MOST_KEYS = 1 << 62
+_MOST_DIGITS = 18
 _NUMBER = re.compile(r"\.(\d+)(?=\.|\Z)")
 
 
@@ -59,13 +60,9 @@ class Names:
 
     def find(self, name: str) -> int | None:
         """The row of a name; None where there is none."""
-        kind = self._by_pattern.get(patterns([name])[0])
-        if kind is None:
-            return None
-        texts = _NUMBER.findall(name)
-        if any(len(text) > 18 or str(int(text)) != text for text in texts):
-            return None
-        return self.rows_of(kind).get(tuple(map(int, texts)))
+        pattern, numbers = numbers_in(name) or ("", ())
+        kind = self._by_pattern.get(pattern)
+        return None if kind is None else self.rows_of(kind).get(numbers)
 
     def rows_of(self, kind: int) -> dict[tuple[int, ...], int]:
         """Row by numbers, of one kind."""
@@ -74,6 +71,14 @@ class Names:
             columns = self.numbers[rows, : self.stars[kind]].T.tolist()
             self._rows[kind] = dict(zip(zip(*columns, strict=True) if columns else [()], rows.tolist(), strict=True))
         return self._rows[kind]
+
+
+def numbers_in(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """The pattern and the numbers that a name is made of; None where these are written unusually."""
+    texts = _NUMBER.findall(name)
+    if any(len(text) > _MOST_DIGITS or str(int(text)) != text for text in texts) or "*" in name:
+        return None
+    return patterns([name])[0], tuple(map(int, texts))
 
 
 def filled(pattern: str, numbers: Ints) -> list[str]:

@@ -1,16 +1,22 @@
-"""What a checkpoint holds by kind: tensors whose names differ in numbers only. Made for half a million of them."""
+"""What a checkpoint holds by kind: tensors whose names differ in numbers only. Made for half a million of them.
+
+The same of a `Table` is in `stock_columns.py`.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from operator import attrgetter
 
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.patterns import bare, grouped, named, numbers, with_numbers
 
+_ODD_NUMBER = re.compile(r"[\n.]0[0-9]")  # in bare names: a number with a leading zero
 _name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
 VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the names of what is not the text model
 EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction layers
@@ -19,10 +25,42 @@ EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction 
 class Kind:
     """Tensors of one pattern of names; everything else is counted once, when it is asked for."""
 
-    def __init__(self, pattern: str, tensors: list[TensorInfo], known: dict[str, list[list[int]]]) -> None:
+    def __init__(self, pattern: str, tensors: Sequence[TensorInfo], known: dict[str, list[list[int]]]) -> None:
         self.pattern = pattern
         self.tensors = tensors
         self._known = known
+
+    def those(self, chosen: Sequence[bool]) -> Kind:
+        """The members that are chosen."""
+        return Kind(self.pattern, list(compress(self.tensors, chosen)), {})
+
+    def at(self, places: Sequence[int]) -> Sequence[TensorInfo]:
+        """The members at places."""
+        return self.tensors if isinstance(places, range) else [self.tensors[place] for place in places]
+
+    def beside(self, other: Kind) -> Sequence[int] | None:
+        """The place in another kind of the member with the numbers of each member, -1 where there is none.
+
+        None where that is not known of such names. A range: both are numbered alike.
+        """
+        if self.is_numbered_like(other):
+            return range(len(self.tensors))
+        names = self.as_names(other.pattern)
+        if names is None:
+            return None
+        places = {name: place for place, name in enumerate(other.names)}
+        return [places.get(name, -1) for name in names]
+
+    def places_as(self, pattern: str) -> Mapping[str, int]:
+        """The place of each member by what it would be called by another pattern; there must be such names."""
+        names = self.as_names(pattern)
+        assert names is not None
+        return {name: place for place, name in enumerate(names)}
+
+    @cached_property
+    def first(self) -> str:
+        """The name of the first member."""
+        return self.tensors[0].name
 
     @cached_property
     def names(self) -> list[str]:
@@ -42,6 +80,11 @@ class Kind:
         if key not in self._known:
             self._known[key] = numbers(self.pattern, self.names, self.bare)
         return self._known[key]
+
+    @cached_property
+    def is_usual(self) -> bool:
+        """Whether numbers are written as numbers are."""
+        return self.bare.isascii() and not _ODD_NUMBER.search(self.bare)
 
     @property
     def is_plain(self) -> bool:
@@ -84,8 +127,19 @@ class Kind:
         return not any(word in part for part in self.pattern.lower().split(".") for word in VISION + EXTRA)
 
 
-def stock(tensors: Iterable[TensorInfo]) -> list[Kind]:
+def stock(tensors: Mapping[str, TensorInfo]) -> list[Kind]:
     """All kinds, in the order in which they come in the checkpoint."""
+    if not isinstance(tensors, dict):
+        from firstlight.engine.weights.stock_columns import stock_of_table
+        from firstlight.engine.weights.table import Table
+
+        if isinstance(tensors, Table):
+            return stock_of_table(tensors)
+    return stock_of(tensors.values())
+
+
+def stock_of(tensors: Iterable[TensorInfo]) -> list[Kind]:
+    """All kinds of any tensors."""
     known: dict[str, list[list[int]]] = {}
     return [Kind(pattern, of_it, known) for pattern, of_it in grouped(tensors, _name).items()]
 
@@ -107,7 +161,7 @@ def by_dtype(kinds: Iterable[Kind]) -> dict[str, tuple[int, int, int]]:
                 if len(kind.shapes) == 1
                 else sum(math.prod(tensor.shape) for tensor in tensors)
             )
-            total[2] += sum(map(_nbytes, tensors))
+            total[2] += kind.nbytes if tensors is kind.tensors else sum(map(_nbytes, tensors))
     ordered = sorted(totals.items(), key=lambda item: -item[1][2])
     return {dtype: (count, elements, nbytes) for dtype, (count, elements, nbytes) in ordered}
 

@@ -49,24 +49,22 @@ class _Weights(msgspec.Struct, frozen=True):
     mains: Kind
     kinds: tuple[Kind, ...]
     format: Format | None = None
-    parts: tuple[list[TensorInfo], ...] = ()
+    parts: tuple[Sequence[TensorInfo], ...] = ()
 
 
-def enter_kinds(book: Book, kinds: Iterable[Kind], tensors: Mapping[str, TensorInfo], matcher: Matcher) -> None:
+def enter_kinds(book: Book, kinds: Iterable[Kind], matcher: Matcher) -> None:
     """Enters every kind of at least `FEWEST` tensors that is sound from the first member to the last."""
     by_pattern = {kind.pattern: kind for kind in kinds}
     many = [kind for kind in by_pattern.values() if len(kind.tensors) >= FEWEST and kind.is_uniform and kind.is_plain]
     for kind in many:
-        if kind.dtypes[0] not in FLOATS and (weights := _packed(kind, by_pattern, tensors, book.scheme)) is not None:
+        if kind.dtypes[0] not in FLOATS and (weights := _packed(kind, by_pattern, book.scheme)) is not None:
             _enter(book, weights, matcher)
     for kind in many:
-        if kind.dtypes[0] in FLOATS and kind.names[0] not in book.consumed:
+        if kind.dtypes[0] in FLOATS and kind.first not in book.consumed:
             _enter(book, _Weights(kind.pattern, kind.shapes[0], kind, (kind,)), matcher)
 
 
-def _packed(
-    kind: Kind, kinds: Mapping[str, Kind], tensors: Mapping[str, TensorInfo], scheme: Scheme
-) -> _Weights | None:
+def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights | None:
     """The quantized weights whose codes are a kind, if each has the same parts of the same shapes.
 
     Those that lack a part, as where a shard is missing, are left to the account of single tensors.
@@ -74,27 +72,30 @@ def _packed(
     weight = weight_name(kind.pattern)
     if weight is None or scheme.numbered:
         return None
-    format_ = scheme.of((weight_name(kind.names[0]) or "").removesuffix(".weight"))
+    format_ = scheme.of((weight_name(kind.first) or "").removesuffix(".weight"))
     if format_ is None:
         return None
-    each: dict[str, tuple[Kind, Sequence[TensorInfo | None]]] = {}
+    each: dict[str, tuple[Kind, Sequence[int]]] = {}
     for part in suffixes(format_):
         for pattern in part_names(weight, part):
             other = kinds.get(pattern)
             if other is None:
                 continue
-            found = kind.tensors if other is kind else _of_each(kind, other, tensors)
-            if found is None:
+            places = kind.beside(other) if other is kind or other.is_uniform else None
+            if places is None:
                 return None
-            each[part.suffix] = other, found
-    complete = [None not in parts for parts in zip(*(found for _, found in each.values()), strict=True)]
-    if not all(complete):
-        kind = Kind(kind.pattern, list(compress(kind.tensors, complete)), {})
-        if len(kind.tensors) < FEWEST:
+            each[part.suffix] = other, places
+    if not all(isinstance(places, range) for _, places in each.values()):
+        complete = [min(found) >= 0 for found in zip(*(places for _, places in each.values()), strict=True)]
+        if sum(complete) < FEWEST:
             return None
-    there = {suffix: [t for t in compress(found, complete) if t is not None] for suffix, (_, found) in each.items()}
+        each = {suffix: (other, list(compress(places, complete))) for suffix, (other, places) in each.items()}
+        kind = kind.those(complete)
+    there = {suffix: other.at(places) for suffix, (other, places) in each.items()}
     whole = [other for suffix, (other, _) in each.items() if len(there[suffix]) == len(other.tensors)]
-    form = fitting(format_, kind.tensors[0], {suffix: found[0] for suffix, found in there.items()})
+    first = {suffix: found[0] for suffix, found in there.items()}
+    main = next((first[suffix] for suffix, (other, _) in each.items() if other.pattern == kind.pattern), None)
+    form = fitting(format_, main, first) if main is not None else None
     if not isinstance(form, Format) or form.swapped:
         return None
     shape = form.weight_shape(kind.shapes[0])
@@ -103,19 +104,9 @@ def _packed(
     return _Weights(weight, shape, kind, tuple(whole), form, tuple(there[part.suffix] for part in form.parts))
 
 
-def _of_each(kind: Kind, other: Kind, tensors: Mapping[str, TensorInfo]) -> Sequence[TensorInfo | None] | None:
-    """The member of another kind with the numbers of each member of this one; None where members are unlike."""
-    if not other.is_uniform:
-        return None
-    if kind.is_numbered_like(other):
-        return other.tensors
-    names = kind.as_names(other.pattern)
-    return None if names is None else list(map(tensors.get, names))
-
-
 def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
     mains = weights.mains
-    first = mains.names[0] if weights.format is None else with_numbers_of(mains.names[0], weights.pattern)
+    first = mains.first if weights.format is None else with_numbers_of(mains.first, weights.pattern)
     found = matcher.match_kind(weights.pattern, first, lambda: mains.as_names(weights.pattern) or ())
     if found is None:
         return
@@ -182,6 +173,6 @@ def _is_meant(book: Book, weights: _Weights, dims: int, roles: frozenset[str] | 
         return True
     if book.scheme.numbered or not roles <= QUANTIZED_ROLES:
         return False
-    if book.scheme.of(weights.mains.names[0].removesuffix(".weight")) is not None:
+    if book.scheme.of(weights.mains.first.removesuffix(".weight")) is not None:
         book.plain.extend(weights.mains.names)
     return True

@@ -86,7 +86,7 @@ def config(data: bytes) -> None:
     (place / "config.json").write_bytes(data)
     try:
         found = Checkpoint.open(place)
-        kinds = stock(found.tensors.values())
+        kinds = stock(found.tensors)
         _complete(list(contradictions(found.config, kinds, True)))
         _complete(disagreements(place, found.config, embedding_rows(kinds)))
         spec, matcher = FAMILIES.describe(found.config)

@@ -9,7 +9,7 @@ import pytest
 
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.stock import Kind, stock
+from firstlight.engine.weights.stock import Kind, stock_of
 from firstlight.workbench.contradictions import contradictions
 from tests.engine.weights.files import LLAMA
 
@@ -24,7 +24,7 @@ NESTED = {"model_type": "x", "text_config": CONFIG, "vision_config": {"hidden_si
 
 
 def kinds(shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: str = "F32") -> list[Kind]:
-    return stock(TensorInfo(name, dtype, shape, "a.safetensors", 0, 4) for name, shape in shapes.items())
+    return stock_of(TensorInfo(name, dtype, shape, "a.safetensors", 0, 4) for name, shape in shapes.items())
 
 
 def found(config: Mapping[str, Any], held: list[Kind] | None = None) -> list[Finding]:
