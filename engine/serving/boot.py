@@ -106,10 +106,12 @@ def bring_up(
     choices = Choices(ops, settings.cache_dir)
     choices.recall()
     model = Model(spec, weights, ops)
-    choices.keep()
     if meet is not None:
         pulse.enter("meet")
         meet()
+    if choices.agree(comms.control):
+        model = Model(spec, weights, ops)
+    choices.keep()
     pulse.enter("cache")
     most = most_pages(options, model.cache_specs, device, TORCH_DTYPES[dtype], comms)
     limits = limits_of(options, context, device.type, most)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from firstlight.engine.parallel.comm import Comm
 from firstlight.kernels.linear.measured import MeasuredLinear
 from firstlight.kernels.native.build import cpu_lines, fingerprint
 from firstlight.kernels.registry import Choice
@@ -34,6 +35,21 @@ class Choices:
             self._known = _read(self._file, self._linear.candidates)
             self._linear.replay(self._known)
 
+    def agree(self, control: Comm) -> bool:
+        """Have all ranks choose as the first of them did; whether this one has to prepare its weights again.
+
+        What several ranks compute alike, mixers that each has whole or routers, is the same to the last bit then: with
+        other bits a router might choose other experts. Every rank must call it.
+        """
+        mine = {} if self._linear is None else self._linear.record()
+        others = _gathered(mine, control) if control.size > 1 else []
+        agreed = {shape: name for record in reversed(others) for shape, name in record.items()}
+        changed = {shape: agreed[shape] for shape in mine if agreed.get(shape, mine[shape]) != mine[shape]}
+        if self._linear is None or not changed:
+            return False
+        self._linear.replay({shape: name for shape, name in changed.items() if name in self._linear.candidates})
+        return True
+
     def keep(self) -> None:
         """Write down what was measured since; a folder that cannot be written to keeps nothing."""
         if self._linear is None or self._linear.record().keys() <= self._known.keys():
@@ -47,6 +63,16 @@ class Choices:
         except OSError:
             with contextlib.suppress(OSError):
                 draft.unlink()
+
+
+def _gathered(record: dict[str, str], control: Comm) -> list[dict[str, str]]:
+    """The records of all ranks, in their order."""
+    sent = torch.frombuffer(bytearray(msgspec.json.encode(record)), dtype=torch.uint8)
+    sizes = control.all_gather(torch.tensor([len(sent)]), 0).tolist()
+    padded = torch.nn.functional.pad(sent, (0, max(sizes) - len(sent)))
+    rows = control.all_gather(padded.unsqueeze(0), 0)
+    found = [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+    return [msgspec.json.decode(one, type=dict[str, str]) for one in found]
 
 
 def _read(file: Path, candidates: tuple[str, ...]) -> dict[str, str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,3 +57,37 @@ def test_a_folder_that_cannot_be_written_to_keeps_nothing(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     prepared(tmp_path / "file" / "cache", 64)
     assert is_measured(prepared(tmp_path / "file" / "cache", 64), "bfloat16 64x64")
+
+
+class Pair:
+    """Two ranks in one process: a gather waits for both."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, torch.Tensor] = {}
+        self._barrier = threading.Barrier(2)
+
+    def of(self, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(size=2, all_gather=lambda tensor, dim: self._gather(rank, tensor, dim))
+
+    def _gather(self, rank: int, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        self._sent[rank] = tensor
+        self._barrier.wait()
+        found = torch.cat([self._sent[0], self._sent[1]], dim)
+        self._barrier.wait()
+        return found
+
+
+def test_ranks_that_measured_otherwise_agree_on_what_the_first_chose(tmp_path: Path) -> None:
+    linears = [prepared(tmp_path / str(rank), 64) for rank in range(2)]
+    candidates = linears[0].candidates
+    if len(candidates) < 2:
+        pytest.skip("there is one way only")
+    linears[0].replay({"bfloat16 64x64": candidates[0], "bfloat16 8x64": candidates[0]})
+    linears[1].replay({"bfloat16 64x64": candidates[1], "bfloat16 9x64": candidates[1]})
+    pair = Pair()
+    with ThreadPoolExecutor(2) as ranks:
+        choices = [Choices(SimpleNamespace(linear=linear), tmp_path) for linear in linears]  # type: ignore[arg-type]
+        again = list(ranks.map(lambda rank: choices[rank].agree(pair.of(rank)), range(2)))  # type: ignore[arg-type]
+    assert again == [False, True]
+    assert linears[0].record() == {"bfloat16 64x64": candidates[0], "bfloat16 8x64": candidates[0]}
+    assert linears[1].record() == {"bfloat16 64x64": candidates[0], "bfloat16 9x64": candidates[1]}
