@@ -156,7 +156,7 @@ class Worker:
             self.pulse.at("idle")
 
     def memory(self, pools: bool = False) -> RankMemory:
-        """What this rank holds by role, and what the system says about its process; `pools`: and how they are backed."""
+        """What this rank holds by role, and what the system says of its process; `pools`: and how they are backed."""
         rank, on_gpu = self.rank, self.rank.device.type == "cuda"
         residency = rank.weights.residency()
         return RankMemory(
