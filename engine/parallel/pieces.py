@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import msgspec
 
@@ -15,7 +15,8 @@ from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.weights.formats.grid import Packed, Packing
 from firstlight.engine.weights.header import DTYPE_BITS
-from firstlight.engine.weights.ledger import Ledger, Region
+from firstlight.engine.weights.ledger import Ledger
+from firstlight.engine.weights.source import Region, Source, region_of
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +141,7 @@ def rank_pieces(
     tied = _is_tied(spec, ledger)
     held: list[tuple[Param, Local]] = []
     num_layers = spec.num_layers
-    for param in spec.parameters():
+    for param in spec.parameters(share=(at.ep, mesh.ep)):  # the experts of other ranks may be hundreds of thousands
         if not on_stage(param, cut, num_layers):
             continue
         if param.name == "head.weight" and tied and cut[0] == 0:
@@ -152,12 +153,15 @@ def rank_pieces(
     laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
     storages, offsets = _storages(laid_out, dtype)
     pieces: list[Piece] = []
-    for param, local in held if ledger is not None else ():
-        assert ledger is not None
+    filled = held if ledger is not None else []
+    sources = ledger.sources_of([param.name for param, _ in filled]) if ledger is not None else []
+    cut_of = cache(region_of)  # most are cut like many others
+    for (param, local), source in zip(filled, sources, strict=True):
         if param.name in kept:
             pieces += (_kept_piece(one, mesh, offsets[one.param.name]) for one in kept[param.name])
         else:
-            pieces.append(_piece(param, local, mesh, offsets[param.name], ledger))
+            region = cut_of(source.region, source.transpose, local.bounds)
+            pieces.append(_piece(param, local, mesh, offsets[param.name], source, region))
     return RankPieces(
         rank=rank,
         at=at,
@@ -230,12 +234,11 @@ def _local_expert(param: Param, mesh: Mesh) -> int | None:
     return None if owner is None else owner.local_index(mesh.ep)
 
 
-def _piece(param: Param, local: Local, mesh: Mesh, row: int, ledger: Ledger) -> Piece:
-    source = ledger.sources[param.name]
+def _piece(param: Param, local: Local, mesh: Mesh, row: int, source: Source, region: Region) -> Piece:
     return Piece(
         param=param.name,
         tensor=source.tensor,
-        region=source.cut(local.bounds),
+        region=region,
         transpose=source.transpose,
         storage=param.home,
         expert=_local_expert(param, mesh),

@@ -77,6 +77,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         if broken:
             raise Refused(broken)
 
+    def sources_of(self, names: Sequence[str]) -> list[Source]:
+        """Where each of many parameters comes from. Raises KeyError for one that has no source."""
+        if isinstance(self.sources, Sources):
+            return self.sources.several(names)
+        return [self.sources[name] for name in names]
+
     def summary(self) -> dict[str, int]:
         """Counts for reports: both sides of the account."""
         return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from typing import TypeVar
 
 import msgspec
@@ -19,8 +19,9 @@ from firstlight.engine.parallel.census import census
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.naming import pattern_of
+from firstlight.engine.weights.patterns import grouped
 from firstlight.engine.weights.source import Region, Source
-from firstlight.engine.weights.stock import Kind
+from firstlight.engine.weights.stock import Kind, some
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 V = TypeVar("V")
@@ -128,12 +129,17 @@ class Lot:
         return self.mains.places_as(self.params)
 
     def source(self, place: int) -> Source:
-        main = self.mains.tensors[place]
+        return self.sources([place])[0]
+
+    def sources(self, places: Sequence[int]) -> list[Source]:
+        """Of the parameters at places."""
+        mains = [tensor.name for tensor in some(self.mains.tensors, places)]
         if self.format is None:
-            return Source(main.name, self.region)
-        name = with_numbers_of(main.name, self.weights)
-        packed = Packed(name, self.shape, self.format, tuple(part[place] for part in self.parts))
-        return Source(main.name, self.region, packed=packed)
+            return [Source(main, self.region) for main in mains]
+        names = self.mains.some_as(self.weights, places)
+        parts = zip(*(some(part, places) for part in self.parts), strict=True)
+        packs = map(Packed, names, repeat(self.shape), repeat(self.format), parts)
+        return [Source(main, self.region, packed=packed) for main, packed in zip(mains, packs, strict=True)]
 
 
 def with_numbers_of(name: str, pattern: str) -> str:
@@ -186,6 +192,17 @@ class Sources(_Book[Source]):
 
     def add(self, lot: Lot) -> None:
         self._lots[lot.params] = lot
+
+    def several(self, names: Sequence[str]) -> list[Source]:
+        """Of many parameters at once. Raises KeyError."""
+        found = list(map(self._single.get, names))
+        others = [place for place, source in enumerate(found) if source is None]
+        for pattern, group in grouped(others, names.__getitem__).items():
+            lot = self._lots[pattern]
+            sources = lot.sources([lot.places[names[place]] for place in group])
+            for place, source in zip(group, sources, strict=True):
+                found[place] = source
+        return [source for source in found if source is not None]
 
     def _of_lot(self, name: str) -> Source | None:
         lot = self._lots.get(pattern_of(name)) if self._lots else None

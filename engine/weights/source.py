@@ -7,6 +7,7 @@ import msgspec
 from firstlight.engine.weights.formats.grid import Packed
 
 Region = tuple[tuple[int, int, int], ...]  # per dim of the stored tensor: start, stop, step
+Bounds = tuple[tuple[int, int], ...]  # per dim of a parameter: start, stop
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -21,12 +22,17 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     tied: bool = False
     packed: Packed | None = None
 
-    def cut(self, bounds: tuple[tuple[int, int], ...]) -> Region:
+    def cut(self, bounds: Bounds) -> Region:
         """The region of the stored tensor that holds `bounds` of the parameter."""
-        own = (*bounds[:-2], bounds[-1], bounds[-2]) if self.transpose else bounds
-        lead = len(self.region) - len(own)
-        inner = tuple(
-            (start + low * step, start + (high - 1) * step + 1 if high > low else start + low * step, step)
-            for (start, _, step), (low, high) in zip(self.region[lead:], own, strict=True)
-        )
-        return self.region[:lead] + inner
+        return region_of(self.region, self.transpose, bounds)
+
+
+def region_of(region: Region, transpose: bool, bounds: Bounds) -> Region:
+    """The part of a region that holds `bounds` of the parameter that the whole of it is, transposed or not."""
+    own = (*bounds[:-2], bounds[-1], bounds[-2]) if transpose else bounds
+    lead = len(region) - len(own)
+    inner = tuple(
+        (start + low * step, start + (high - 1) * step + 1 if high > low else start + low * step, step)
+        for (start, _, step), (low, high) in zip(region[lead:], own, strict=True)
+    )
+    return region[:lead] + inner

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +23,19 @@ VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the
 EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction layers
 
 
+class Lazy(Sequence[TensorInfo], ABC):
+    """Tensors that are made when they are asked for."""
+
+    @abstractmethod
+    def some(self, places: Sequence[int]) -> Sequence[TensorInfo]:
+        """Those at places, at once."""
+
+
+def some(tensors: Sequence[TensorInfo], places: Sequence[int]) -> Sequence[TensorInfo]:
+    """The tensors at places."""
+    return tensors.some(places) if isinstance(tensors, Lazy) else [tensors[place] for place in places]
+
+
 class Kind:
     """Tensors of one pattern of names; everything else is counted once, when it is asked for."""
 
@@ -35,8 +49,8 @@ class Kind:
         return Kind(self.pattern, list(compress(self.tensors, chosen)), {})
 
     def at(self, places: Sequence[int]) -> Sequence[TensorInfo]:
-        """The members at places."""
-        return self.tensors if isinstance(places, range) else [self.tensors[place] for place in places]
+        """The members at places; a range is all of them."""
+        return self.tensors if isinstance(places, range) else some(self.tensors, places)
 
     def beside(self, other: Kind) -> Sequence[int] | None:
         """The place in another kind of the member with the numbers of each member, -1 where there is none.
@@ -56,6 +70,12 @@ class Kind:
         names = self.as_names(pattern)
         assert names is not None
         return {name: place for place, name in enumerate(names)}
+
+    def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
+        """What the members at places would be called by another pattern; there must be such names."""
+        names = self.as_names(pattern)
+        assert names is not None
+        return [names[place] for place in places]
 
     @cached_property
     def first(self) -> str:

@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 
-from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.names import Ints, filled, keys, numbers_in, radixes
 from firstlight.engine.weights.stock import Kind
 from firstlight.engine.weights.table import Rows, Table
@@ -33,11 +32,6 @@ class ColumnKind(Kind):
     def those(self, chosen: Sequence[bool]) -> Kind:
         return ColumnKind(self._table, self._kind, self._rows[np.array(chosen)])
 
-    def at(self, places: Sequence[int]) -> Sequence[TensorInfo]:
-        return (
-            self.tensors if isinstance(places, range) else Rows(self._table, self._kind, self._rows[np.array(places)])
-        )
-
     def beside(self, other: Kind) -> Sequence[int] | None:
         if self.is_numbered_like(other):
             return range(len(self.tensors))
@@ -53,6 +47,9 @@ class ColumnKind(Kind):
 
     def places_as(self, pattern: str) -> Mapping[str, int]:
         return _Places(pattern, self._numbers)
+
+    def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
+        return filled(pattern, self._numbers[np.array(places, np.int64)])
 
     @cached_property
     def names(self) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from firstlight.engine.weights.header import Header, TensorInfo
 from firstlight.engine.weights.names import Ints, Names, keys, radixes
 from firstlight.engine.weights.shard_columns import ShardColumns, columns_of_tensors
+from firstlight.engine.weights.stock import Lazy
 
 
 class Place(NamedTuple):
@@ -140,27 +141,31 @@ class _Values(ValuesView[TensorInfo]):
         return iter(self._mapping.infos(np.arange(len(self._mapping))))
 
 
-class Rows(Sequence[TensorInfo]):
-    """Some of a table's tensors, all of one kind, made when they are asked for."""
+class Rows(Lazy):
+    """Some of a table's tensors, all of one kind."""
 
     def __init__(self, table: Table, kind: int, rows: Ints) -> None:
-        self._table, self._kind, self.rows = table, kind, rows
+        self._table, self._kind, self._rows = table, kind, rows
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, place: int) -> TensorInfo: ...
     @overload
-    def __getitem__(self, place: slice) -> Rows: ...
-    def __getitem__(self, place: int | slice) -> TensorInfo | Rows:
+    def __getitem__(self, place: slice) -> Sequence[TensorInfo]: ...
+    def __getitem__(self, place: int | slice) -> TensorInfo | Sequence[TensorInfo]:
         if isinstance(place, slice):
-            return Rows(self._table, self._kind, self.rows[place])
-        rows = self.rows[[place]]
-        return self._table.infos(rows, self._table.names.of(self._kind, rows))[0]
+            return Rows(self._table, self._kind, self._rows[place])
+        (found,) = self.some([place])
+        return found
 
     def __iter__(self) -> Iterator[TensorInfo]:
-        return iter(self._table.infos(self.rows, self._table.names.of(self._kind, self.rows)))
+        return iter(self._table.infos(self._rows, self._table.names.of(self._kind, self._rows)))
+
+    def some(self, places: Sequence[int]) -> Sequence[TensorInfo]:
+        rows = self._rows[np.array(places, np.int64)]
+        return self._table.infos(rows, self._table.names.of(self._kind, rows))
 
 
 def _stacked(tables: Sequence[Ints]) -> Ints:

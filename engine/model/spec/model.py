@@ -51,8 +51,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "BF16"
     findings: tuple[Finding, ...] = ()
 
-    def parameters(self) -> tuple[Param, ...]:
-        """Every parameter in global shape, in forward order; a tied head is declared too (`Ledger` says where from)."""
+    def parameters(self, share: tuple[int, int] = (0, 1)) -> tuple[Param, ...]:
+        """Every parameter in global shape, in forward order; a tied head is declared too (`Ledger` says where from).
+
+        `share`: (rank, ranks) of the expert axis: of experts those of that rank alone.
+        """
         scope = Scope(prefix="", layer=FIRST_STAGE, hidden=self.hidden)
         found: list[Param] = []
         if self.vision is not None:
@@ -65,7 +68,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.per_layer is not None:
             found.extend(self.per_layer.parameters(scope.into("per_layer")))
         for index, layer in enumerate(self.layers):
-            found.extend(layer.parameters(Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden)))
+            scope_of_it = Scope(prefix=f"layers.{index}.", layer=index, hidden=self.hidden, share=share)
+            found.extend(layer.parameters(scope_of_it))
         last = msgspec.structs.replace(scope, layer=LAST_STAGE)
         if self.residual is not None:
             found.extend(self.residual.end_parameters(last.into("residual")))

@@ -117,7 +117,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
     def _experts(self, scope: Scope, width: int) -> Iterator[Param]:
         """The experts one after another: hundreds of thousands, so that what they share is said once."""
         parts = tuple(self._parts(width))
-        for expert in range(self.num_experts):
+        for expert in scope.experts(self.num_experts):
             owner, one = Expert(expert, self.num_experts), f"experts.{expert}."
             for name, shape, cut, storage in parts:
                 place: tuple[Placement, ...] = (owner, *cut)

@@ -58,12 +58,22 @@ class Param(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a block sits while it declares its parameters: name prefix, layer, width of the residual stream, tower."""
+    """Where a block sits while it declares its parameters: name prefix, layer, width of the residual stream, tower.
+
+    `share`: (rank, ranks) of the axis that experts are divided over, of which only the experts are declared.
+    """
 
     prefix: str
     layer: int
     hidden: int
     vision: bool = False
+    share: tuple[int, int] = (0, 1)
+
+    def experts(self, count: int) -> range:
+        """Those of `count` experts that are declared; all of them where they do not divide."""
+        rank, ranks = self.share
+        each, over = divmod(count, ranks)
+        return range(count) if over else range(rank * each, (rank + 1) * each)
 
     def into(self, name: str) -> Scope:
         return msgspec.structs.replace(self, prefix=f"{self.prefix}{name}.")
