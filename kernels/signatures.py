@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from firstlight.kernels.attention.meta import AttentionMeta
+from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.sequences import Sequences
 
@@ -166,12 +167,7 @@ class Moe(Protocol):
         weights_Tk: Tensor,
         gate_up_E2FH: Tensor,
         down_EHF: Tensor,
-        activation: str = "silu",
-        expert_start: int = 0,
-        gate_up_bias_E2F: Tensor | None = None,
-        down_bias_EH: Tensor | None = None,
-        gated: bool = True,
-        weigh_input: bool = False,
+        rules: ExpertRules,
     ) -> Tensor: ...
 
 
@@ -191,12 +187,7 @@ class MoePacked(Protocol):
         weights_Tk: Tensor,
         gate_up_E2FH: PackedMatrix,
         down_EHF: PackedMatrix,
-        activation: str = "silu",
-        expert_start: int = 0,
-        gate_up_bias_E2F: Tensor | None = None,
-        down_bias_EH: Tensor | None = None,
-        gated: bool = True,
-        weigh_input: bool = False,
+        rules: ExpertRules,
     ) -> Tensor: ...
 
 

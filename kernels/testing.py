@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.registry import implementations
 
@@ -184,6 +185,8 @@ def _tensors(call: Call) -> list[Tensor]:
     for one in (*call.args, *call.kwargs.values()):
         if isinstance(one, PackedMatrix):
             found += (one.code_bytes, one.stored_scales)
+        elif isinstance(one, ExpertRules):
+            found += [bias for bias in (one.gate_up_bias_E2F, one.down_bias_EH) if bias is not None]
         elif isinstance(one, Tensor):
             found.append(one)
     return found

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from firstlight.kernels import testing
+from firstlight.kernels.moe.rules import ExpertRules
+from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.testing import Call, Work
 
 
@@ -77,27 +79,28 @@ class MoeCase:
         weights_TE, order_TE = torch.rand(self.tokens, self.experts, generator=random).sort(dim=-1, descending=True)
         weights_Tk, ids_Tk = weights_TE[:, : self.top_k].to(device), order_TE[:, : self.top_k].to(device)
         rows = (2 if self.gated else 1) * self.width
-        gate_up = torch.randn(self.local, rows, self.hidden, generator=random) * self.hidden**-0.5
-        down = torch.randn(self.local, self.hidden, self.width, generator=random) * self.width**-0.5
-        experts = (gate_up.to(device, dtype), down.to(device, dtype))
-        shapes = ((self.local, rows), (self.local, self.hidden)) if self.biases else ()
-        gate_up_bias, down_bias = [torch.randn(*shape, generator=random).to(device, dtype) for shape in shapes] or (
-            None,
-            None,
-        )
-        return Call(
-            (x_TH, ids_Tk, weights_Tk, *experts, self.activation, self.start, gate_up_bias, down_bias),
-            {"gated": self.gated, "weigh_input": self.weigh_input},
-        )
+        shapes = ((self.local, rows, self.hidden), (self.local, self.hidden, self.width))
+        weights = [self.weight(shape, random, device, dtype) for shape in shapes]
+        sizes = [shape[:2] for shape in shapes] if self.biases else []
+        biases = [torch.randn(*size, generator=random).to(device, dtype) for size in sizes] or (None, None)
+        rules = ExpertRules(self.activation, self.start, *biases, self.gated, self.weigh_input)
+        return Call((x_TH, ids_Tk, weights_Tk, *weights, rules))
+
+    def weight(
+        self, shape: tuple[int, ...], random: torch.Generator, device: torch.device, dtype: torch.dtype
+    ) -> Tensor | PackedMatrix:
+        """Of a size that keeps products with unit inputs of the order of one."""
+        return (torch.randn(*shape, generator=random) * shape[-1] ** -0.5).to(device, dtype)
+
+    def weight_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements * dtype.itemsize
 
     def work(self, dtype: torch.dtype) -> Work:
         pairs = self.tokens * self.top_k * self.local // self.experts
         used = min(self.local, pairs)
         weights = 3 * self.hidden * self.width
-        return Work(
-            bytes=(used * weights + 2 * self.tokens * self.hidden) * dtype.itemsize,
-            flops=2 * pairs * weights,
-        )
+        moved = self.weight_bytes(used * weights, dtype) + 2 * self.tokens * self.hidden * dtype.itemsize
+        return Work(bytes=moved, flops=2 * pairs * weights)
 
     def distance(self, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
         return testing.distance(got, want)

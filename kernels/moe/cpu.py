@@ -15,6 +15,7 @@ from torch import Tensor
 
 from firstlight.kernels.gated_activation.cpu import gated_activation
 from firstlight.kernels.moe.reference import plain_activation
+from firstlight.kernels.moe.rules import ExpertRules
 
 
 def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
@@ -27,32 +28,11 @@ def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> 
 
 
 def moe(
-    x_TH: Tensor,
-    ids_Tk: Tensor,
-    weights_Tk: Tensor,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
-    activation: str = "silu",
-    expert_start: int = 0,
-    gate_up_bias_E2F: Tensor | None = None,
-    down_bias_EH: Tensor | None = None,
-    gated: bool = True,
-    weigh_input: bool = False,
+    x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, gate_up_E2FH: Tensor, down_EHF: Tensor, rules: ExpertRules
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract)."""
-    return routed(
-        x_TH,
-        ids_Tk,
-        weights_Tk,
-        gate_up_E2FH.shape[0],
-        lambda expert: (gate_up_E2FH[expert], down_EHF[expert]),
-        activation,
-        expert_start,
-        gate_up_bias_E2F,
-        down_bias_EH,
-        gated,
-        weigh_input,
-    )
+    num_local = gate_up_E2FH.shape[0]
+    return routed(x_TH, ids_Tk, weights_Tk, num_local, lambda expert: (gate_up_E2FH[expert], down_EHF[expert]), rules)
 
 
 def routed(
@@ -61,33 +41,29 @@ def routed(
     weights_Tk: Tensor,
     num_local: int,
     weights_of: Callable[[int], tuple[Tensor, Tensor]],
-    activation: str,
-    expert_start: int,
-    gate_up_bias_E2F: Tensor | None,
-    down_bias_EH: Tensor | None,
-    gated: bool,
-    weigh_input: bool,
+    rules: ExpertRules,
 ) -> Tensor:
     """The same with the weights of an expert, [2F, H] and [H, F], asked for when a token chose it."""
     top_k = ids_Tk.shape[1]
     places: dict[int, list[int]] = {}
     for place, expert in enumerate(ids_Tk.flatten().tolist()):
-        if 0 <= expert - expert_start < num_local:
-            places.setdefault(expert - expert_start, []).append(place)
+        if 0 <= expert - rules.start < num_local:
+            places.setdefault(expert - rules.start, []).append(place)
     out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
     weights_M = weights_Tk.flatten()
+    activate = gated_activation if rules.gated else plain_activation
     for expert, own in sorted(places.items()):
         place_M = torch.tensor(own)
         token_M = place_M // top_k
         rows_MH = x_TH if x_TH.shape[0] == 1 else x_TH[token_M]
         weight_M1 = weights_M[place_M, None]
-        if weigh_input:
+        if rules.weigh_input:
             rows_MH = (rows_MH * weight_M1).to(x_TH.dtype)
         gate_up_2FH, down_HF = weights_of(expert)
-        gate_up_M2F = F.linear(rows_MH, gate_up_2FH, _of(gate_up_bias_E2F, expert))
-        hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
-        down_MH = F.linear(hidden_MF, down_HF, _of(down_bias_EH, expert))
-        out_TH.index_add_(0, token_M, down_MH.float() if weigh_input else down_MH * weight_M1)
+        gate_up_M2F = F.linear(rows_MH, gate_up_2FH, _of(rules.gate_up_bias_E2F, expert))
+        hidden_MF = activate(gate_up_M2F, rules.activation)
+        down_MH = F.linear(hidden_MF, down_HF, _of(rules.down_bias_EH, expert))
+        out_TH.index_add_(0, token_M, down_MH.float() if rules.weigh_input else down_MH * weight_M1)
     return out_TH.to(x_TH.dtype)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from firstlight.kernels.gated_activation.reference import ACTIVATIONS, gated_activation
+from firstlight.kernels.moe.rules import ExpertRules
 
 
 def grouped_matmul(x_MH: Tensor, weight_EFH: Tensor, group_start_E1: Tensor) -> Tensor:
@@ -33,41 +34,30 @@ def plain_activation(x: Tensor, activation: str) -> Tensor:
 
 
 def moe(
-    x_TH: Tensor,
-    ids_Tk: Tensor,
-    weights_Tk: Tensor,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
-    activation: str = "silu",
-    expert_start: int = 0,
-    gate_up_bias_E2F: Tensor | None = None,
-    down_bias_EH: Tensor | None = None,
-    gated: bool = True,
-    weigh_input: bool = False,
+    x_TH: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, gate_up_E2FH: Tensor, down_EHF: Tensor, rules: ExpertRules
 ) -> Tensor:
     """Sum each token's chosen experts, weighted: the part that the experts held here contribute.
 
-    `ids_Tk` [T, k] are global expert numbers; those outside [expert_start, expert_start + E) belong to other ranks
-    and contribute nothing. `gate_up_E2FH` [E, 2F, H] and `down_EHF` [E, H, F] are the experts' weights, each with a
-    bias or without. Not `gated`: the first is [E, F, H] and the activation stands alone. `weigh_input` multiplies an
-    expert's input by its weight instead of its output (Llama 4). The result is [T, H] in the dtype of `x_TH`; the
-    intermediate and a weighted input are rounded to that dtype, the weighted sum is float32.
+    `ids_Tk` [T, k] are global expert numbers; those outside [start, start + E) belong to other ranks and contribute
+    nothing. `gate_up_E2FH` [E, 2F, H] and `down_EHF` [E, H, F] are the experts' weights. The result is [T, H] in the
+    dtype of `x_TH`; the intermediate and a weighted input are rounded to that dtype, the weighted sum is float32.
     """
     out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
     for expert in range(gate_up_E2FH.shape[0]):
-        token, column = torch.where(ids_Tk == expert + expert_start)
+        token, column = torch.where(ids_Tk == expert + rules.start)
         if token.numel() == 0:
             continue
         rows, weight = x_TH[token].float(), weights_Tk[token, column].float().unsqueeze(-1)
-        if weigh_input:
+        if rules.weigh_input:
             rows = (rows * weight).to(x_TH.dtype).float()
         gate_up = rows @ gate_up_E2FH[expert].float().T
-        if gate_up_bias_E2F is not None:
-            gate_up = gate_up + gate_up_bias_E2F[expert].float()
+        if rules.gate_up_bias_E2F is not None:
+            gate_up = gate_up + rules.gate_up_bias_E2F[expert].float()
         gate_up = gate_up.to(x_TH.dtype)
-        hidden = gated_activation(gate_up, activation) if gated else plain_activation(gate_up, activation)
+        activate = gated_activation if rules.gated else plain_activation
+        hidden = activate(gate_up, rules.activation)
         down = hidden.float() @ down_EHF[expert].float().T
-        if down_bias_EH is not None:
-            down = down + down_bias_EH[expert].float()
-        out_TH.index_add_(0, token, down if weigh_input else down * weight)
+        if rules.down_bias_EH is not None:
+            down = down + rules.down_bias_EH[expert].float()
+        out_TH.index_add_(0, token, down if rules.weigh_input else down * weight)
     return out_TH.to(x_TH.dtype)

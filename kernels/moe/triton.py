@@ -19,6 +19,7 @@ from torch import Tensor
 
 from firstlight.kernels.gated_activation.triton import gated_activation
 from firstlight.kernels.moe.reference import plain_activation
+from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.packed.decode import ALL, PLAIN, weight_tile
 from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
 from firstlight.kernels.triton_support import dot, needs_upcast, unit_last_stride
@@ -144,56 +145,21 @@ def moe(
     x_TH: Tensor,
     ids_Tk: Tensor,
     weights_Tk: Tensor,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
-    activation: str = "silu",
-    expert_start: int = 0,
-    gate_up_bias_E2F: Tensor | None = None,
-    down_bias_EH: Tensor | None = None,
-    gated: bool = True,
-    weigh_input: bool = False,
+    gate_up_E2FH: Tensor | PackedMatrix,
+    down_EHF: Tensor | PackedMatrix,
+    rules: ExpertRules,
 ) -> Tensor:
-    """Sum each token's chosen experts, weighted (see the reference for the contract).
+    """Sum each token's chosen experts, weighted (see the reference for the contract), over packed weights as well.
 
     The down projection is rounded to the dtype of `x_TH` before it is weighted; the sum over experts is float32, in a
     fixed order, so the result does not change from run to run.
     """
-
-    return expert_layer(
-        x_TH,
-        ids_Tk,
-        weights_Tk,
-        gate_up_E2FH,
-        down_EHF,
-        activation,
-        expert_start,
-        gate_up_bias_E2F,
-        down_bias_EH,
-        gated,
-        weigh_input,
-    )
-
-
-def expert_layer(
-    x_TH: Tensor,
-    ids_Tk: Tensor,
-    weights_Tk: Tensor,
-    gate_up_E2FH: Tensor | PackedMatrix,
-    down_EHF: Tensor | PackedMatrix,
-    activation: str,
-    expert_start: int,
-    gate_up_bias_E2F: Tensor | None,
-    down_bias_EH: Tensor | None,
-    gated: bool,
-    weigh_input: bool,
-) -> Tensor:
-    """The expert layer over weights as they are, or over packed ones."""
     num_local, width = gate_up_E2FH.shape[:2]
     (num_tokens, hidden), top_k = x_TH.shape, ids_Tk.shape[1]
     out_TH = torch.empty(num_tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
     if num_tokens == 0:
         return out_TH
-    expert_M = ids_Tk.flatten() - expert_start
+    expert_M = ids_Tk.flatten() - rules.start
     expert_M = torch.where((expert_M >= 0) & (expert_M < num_local), expert_M, num_local)  # strangers come last
     sorted_M, order_M = torch.sort(expert_M, stable=True)
     group_start_E1 = torch.searchsorted(sorted_M, torch.arange(num_local + 1, device=x_TH.device))
@@ -202,13 +168,14 @@ def expert_layer(
     num_rows = order_M.numel()
     gate_up_M2F = torch.empty(num_rows, width, dtype=x_TH.dtype, device=x_TH.device)
     row_M = order_M // top_k
-    x_MH, gathered_M = x_TH, row_M if not weigh_input else None
-    if weigh_input:
+    x_MH, gathered_M = x_TH, row_M if not rules.weigh_input else None
+    if rules.weigh_input:
         x_MH = (x_TH[row_M] * weights_Tk.flatten()[order_M, None]).to(x_TH.dtype)
-    multiply_groups(x_MH, gate_up_E2FH, group_start_E1, gate_up_M2F, gathered_M, gate_up_bias_E2F)
-    hidden_MF = gated_activation(gate_up_M2F, activation) if gated else plain_activation(gate_up_M2F, activation)
+    multiply_groups(x_MH, gate_up_E2FH, group_start_E1, gate_up_M2F, gathered_M, rules.gate_up_bias_E2F)
+    activate = gated_activation if rules.gated else plain_activation
+    hidden_MF = activate(gate_up_M2F, rules.activation)
     down_MH = torch.empty(num_rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
-    multiply_groups(hidden_MF, down_EHF, group_start_E1, down_MH, None, down_bias_EH)
+    multiply_groups(hidden_MF, down_EHF, group_start_E1, down_MH, None, rules.down_bias_EH)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
         down_MH,
@@ -219,7 +186,7 @@ def expert_layer(
         num_local,
         H=hidden,
         TOP_K=top_k,
-        WEIGH=not weigh_input,
+        WEIGH=not rules.weigh_input,
         BLOCK_H=block,
     )
     return out_TH

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from firstlight.kernels import testing
+from firstlight.kernels.moe.cases import MoeCase
 from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
 from firstlight.kernels.testing import Call, Work
 
@@ -90,55 +91,23 @@ class LinearCase:
 
 
 @dataclass(frozen=True, slots=True)
-class MoeCase:
-    """As `MoeCase` of `moe`, over weights in `form`."""
+class PackedMoeCase(MoeCase):
+    """As a case of `moe`, over weights in `form`."""
 
-    name: str
-    form: Form
-    tokens: int
-    hidden: int
-    width: int
-    experts: int
-    top_k: int
-    local: int
-    start: int = 0
-    activation: str = "silu"
-    biases: bool = False
-    gated: bool = True
-    weigh_input: bool = False
-    benchmark: bool = False
+    form: Form = INT4
 
     operator: str = "moe_packed"
 
-    @property
-    def shapes(self) -> Mapping[str, int]:
-        return {"num_experts": self.local, "hidden": self.hidden, "intermediate": self.width, "top_k": self.top_k}
+    def weight(
+        self, shape: tuple[int, ...], random: torch.Generator, device: torch.device, dtype: torch.dtype
+    ) -> PackedMatrix:
+        return self.form.make(shape, random, device)
 
-    def make(self, device: torch.device, dtype: torch.dtype) -> Call:
-        random = testing.generator(self, dtype)
-        x_TH = torch.randn(self.tokens, self.hidden, generator=random).to(device, dtype)
-        weights_TE, order_TE = torch.rand(self.tokens, self.experts, generator=random).sort(dim=-1, descending=True)
-        weights_Tk, ids_Tk = weights_TE[:, : self.top_k].to(device), order_TE[:, : self.top_k].to(device)
-        rows = (2 if self.gated else 1) * self.width
-        shapes = ((self.local, rows, self.hidden), (self.local, self.hidden, self.width))
-        packed = [self.form.make(shape, random, device) for shape in shapes]
-        sizes = ((self.local, rows), (self.local, self.hidden)) if self.biases else ()
-        biases = [torch.randn(*size, generator=random).to(device, dtype) for size in sizes]
-        args = (x_TH, ids_Tk, weights_Tk, *packed, self.activation, self.start, *(biases or (None, None)))
-        return Call(args, {"gated": self.gated, "weigh_input": self.weigh_input})
-
-    def work(self, dtype: torch.dtype) -> Work:
-        pairs = self.tokens * self.top_k * self.local // self.experts
-        used = min(self.local, pairs)
-        weights = 3 * self.hidden * self.width
-        moved = self.form.nbytes(used * weights) + 2 * self.tokens * self.hidden * dtype.itemsize
-        return Work(bytes=moved, flops=2 * pairs * weights)
-
-    def distance(self, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
-        return testing.distance(got, want)
+    def weight_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return self.form.nbytes(elements)
 
 
-CASES: tuple[LinearCase | MoeCase, ...] = (
+CASES: tuple[LinearCase | PackedMoeCase, ...] = (
     LinearCase("INT4 in groups", INT4, 5, 96, 40),
     LinearCase("INT4, a last group and word part empty", Form("int4", (1, 32), torch.float16, words=True), 3, 76, 17),
     LinearCase("INT4, a scale per row", Form("int4", (1, 0), torch.float32, words=True), 1, 64, 33, bias=True),
@@ -150,20 +119,22 @@ CASES: tuple[LinearCase | MoeCase, ...] = (
     LinearCase("INT8, a scale per row", Form("int8", (1, 0), torch.bfloat16), 6, 56, 64, bias=True),
     LinearCase("MXFP4", MXFP4, 3, 160, 24),
     LinearCase("no rows", INT4, 0, 64, 32),
-    MoeCase("MXFP4, all experts here", MXFP4, 7, 64, 96, 4, 2, 4),
-    MoeCase("MXFP4, one token", MXFP4, 1, 160, 64, 8, 2, 8, activation="situ(4,25)"),
-    MoeCase("INT4, upper half of the experts", INT4, 13, 64, 32, 8, 2, 4, start=4),
-    MoeCase("INT4, none of the chosen here", INT4, 1, 64, 32, 64, 1, 1),
-    MoeCase("FP8 in blocks, many rows", FP8_BLOCKS, 40, 96, 64, 3, 3, 3),
-    MoeCase("FP8, blocks that end early, biases", Form("e4m3", (64, 48)), 9, 80, 72, 6, 2, 3, start=3,
-            activation="clamped(7,1.702,1)", biases=True),
-    MoeCase("INT8, not gated", Form("int8", (1, 0)), 9, 64, 32, 4, 2, 4, activation="relu2", gated=False),
-    MoeCase("INT4, weights on the input", INT4, 9, 64, 32, 4, 2, 2, start=2, weigh_input=True),
+    PackedMoeCase("MXFP4, all experts here", 7, 64, 96, 4, 2, 4, form=MXFP4),
+    PackedMoeCase("MXFP4, one token", 1, 160, 64, 8, 2, 8, activation="situ(4,25)", form=MXFP4),
+    PackedMoeCase("INT4, upper half of the experts", 13, 64, 32, 8, 2, 4, start=4),
+    PackedMoeCase("INT4, none of the chosen here", 1, 64, 32, 64, 1, 1),
+    PackedMoeCase("FP8 in blocks, many rows", 40, 96, 64, 3, 3, 3, form=FP8_BLOCKS),
+    PackedMoeCase("FP8, blocks that end early, biases", 9, 80, 72, 6, 2, 3, start=3,
+                  activation="clamped(7,1.702,1)", biases=True, form=Form("e4m3", (64, 48))),
+    PackedMoeCase("INT8, not gated", 9, 64, 32, 4, 2, 4, activation="relu2", gated=False, form=Form("int8", (1, 0))),
+    PackedMoeCase("INT4, weights on the input", 9, 64, 32, 4, 2, 2, start=2, weigh_input=True),
     LinearCase("INT4, decode 1", Form("int4", (1, 128), torch.bfloat16, words=True), 1, 7168, 7168, benchmark=True),
     LinearCase("FP8, decode 1", Form("e4m3", (128, 128)), 1, 7168, 7168, benchmark=True),
     LinearCase("FP8, prefill 512", Form("e4m3", (128, 128)), 512, 7168, 7168, benchmark=True),
-    MoeCase("MXFP4, decode 16", MXFP4, 16, 3584, 3072, 896, 16, 112, activation="situ(4,25)", benchmark=True),
-    MoeCase("MXFP4, prefill 512", MXFP4, 512, 3584, 3072, 896, 16, 112, activation="situ(4,25)", benchmark=True),
-    MoeCase("INT4, decode 16", Form("int4", (1, 32), torch.bfloat16, words=True), 16, 7168, 2048, 384, 8, 48,
-            benchmark=True),
+    PackedMoeCase("MXFP4, decode 16", 16, 3584, 3072, 896, 16, 112, activation="situ(4,25)",
+                  benchmark=True, form=MXFP4),
+    PackedMoeCase("MXFP4, prefill 512", 512, 3584, 3072, 896, 16, 112, activation="situ(4,25)",
+                  benchmark=True, form=MXFP4),
+    PackedMoeCase("INT4, decode 16", 16, 7168, 2048, 384, 8, 48,
+                  benchmark=True, form=Form("int4", (1, 32), torch.bfloat16, words=True)),
 )  # fmt: skip

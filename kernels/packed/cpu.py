@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from firstlight.kernels.moe.cpu import routed
+from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.packed.codes import unpack
 from firstlight.kernels.packed.matrix import PackedMatrix
 
@@ -41,12 +42,7 @@ def moe_packed(
     weights_Tk: Tensor,
     gate_up_E2FH: PackedMatrix,
     down_EHF: PackedMatrix,
-    activation: str = "silu",
-    expert_start: int = 0,
-    gate_up_bias_E2F: Tensor | None = None,
-    down_bias_EH: Tensor | None = None,
-    gated: bool = True,
-    weigh_input: bool = False,
+    rules: ExpertRules,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract)."""
 
@@ -54,16 +50,4 @@ def moe_packed(
         both = gate_up_E2FH.of_expert(expert), down_EHF.of_expert(expert)
         return unpack(both[0]).to(x_TH.dtype), unpack(both[1]).to(x_TH.dtype)
 
-    return routed(
-        x_TH,
-        ids_Tk,
-        weights_Tk,
-        gate_up_E2FH.codes.shape[0],
-        unpacked,
-        activation,
-        expert_start,
-        gate_up_bias_E2F,
-        down_bias_EH,
-        gated,
-        weigh_input,
-    )
+    return routed(x_TH, ids_Tk, weights_Tk, gate_up_E2FH.codes.shape[0], unpacked, rules)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from firstlight.kernels.moe import reference as plain
+from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
 
 
@@ -27,27 +28,11 @@ def moe_packed(
     weights_Tk: Tensor,
     gate_up_E2FH: PackedMatrix,
     down_EHF: PackedMatrix,
-    activation: str = "silu",
-    expert_start: int = 0,
-    gate_up_bias_E2F: Tensor | None = None,
-    down_bias_EH: Tensor | None = None,
-    gated: bool = True,
-    weigh_input: bool = False,
+    rules: ExpertRules,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted, as `moe` does with the numbers that codes and scales stand for."""
-    return plain.moe(
-        x_TH,
-        ids_Tk,
-        weights_Tk,
-        unpack(gate_up_E2FH).to(x_TH.dtype),
-        unpack(down_EHF).to(x_TH.dtype),
-        activation,
-        expert_start,
-        gate_up_bias_E2F,
-        down_bias_EH,
-        gated,
-        weigh_input,
-    )
+    gate_up, down = unpack(gate_up_E2FH).to(x_TH.dtype), unpack(down_EHF).to(x_TH.dtype)
+    return plain.moe(x_TH, ids_Tk, weights_Tk, gate_up, down, rules)
 
 
 def unpack(weight: PackedMatrix) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firstlight.kernels.moe.triton import expert_layer, multiply_groups
+from firstlight.kernels.moe.rules import ExpertRules
+from firstlight.kernels.moe.triton import moe, multiply_groups
 from firstlight.kernels.packed.matrix import PackedMatrix
 
 
@@ -29,24 +30,7 @@ def moe_packed(
     weights_Tk: Tensor,
     gate_up_E2FH: PackedMatrix,
     down_EHF: PackedMatrix,
-    activation: str = "silu",
-    expert_start: int = 0,
-    gate_up_bias_E2F: Tensor | None = None,
-    down_bias_EH: Tensor | None = None,
-    gated: bool = True,
-    weigh_input: bool = False,
+    rules: ExpertRules,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract); rounded as `moe` in Triton is."""
-    return expert_layer(
-        x_TH,
-        ids_Tk,
-        weights_Tk,
-        gate_up_E2FH,
-        down_EHF,
-        activation,
-        expert_start,
-        gate_up_bias_E2F,
-        down_bias_EH,
-        gated,
-        weigh_input,
-    )
+    return moe(x_TH, ids_Tk, weights_Tk, gate_up_E2FH, down_EHF, rules)

@@ -18,6 +18,7 @@ from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.routing import Routing
 from firstlight.engine.parallel.kept import SCALE
+from firstlight.kernels.moe.rules import ExpertRules
 
 
 class MoE:
@@ -113,13 +114,13 @@ class MoE:
     ) -> Tensor:
         """The expert layer over matrices in the run's dtype, or over those that stayed packed, with their scales."""
         spec, entry, down = self.spec, self.spec.entry, "experts.down"
-        how = (spec.activation, first, *biases, spec.gated, spec.weigh_input)
+        rules = ExpertRules(spec.activation, first, *biases, spec.gated, spec.weigh_input)
         into, back = self._packings
         if into is None or back is None:
-            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], *how)
+            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], rules)
         gate_up = packed_matrix(held[entry], held[entry + SCALE], into)
         down_EHF = packed_matrix(held[down], held[down + SCALE], back)
-        return batch.ops.moe_packed(x_TZ, ids_Tk, weights_Tk, gate_up, down_EHF, *how)
+        return batch.ops.moe_packed(x_TZ, ids_Tk, weights_Tk, gate_up, down_EHF, rules)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""
