@@ -18,6 +18,7 @@ from firstlight.engine.findings import fatal, warning
 from firstlight.workbench.environment import command_line
 from firstlight.workbench.events import EventReader, EventWriter
 from firstlight.workbench.report import Report, Status, now_iso, write_atomically
+from firstlight.workbench.step_trace import step_trace
 
 LADDER = ("scan", "plan", "load", "start", "infer", "verify", "profile", "stress", "export")
 STANDS_ON = {"generate": "infer", "serve": "start", "validate": "infer"}
@@ -165,9 +166,14 @@ class Run:
         return EventReader(self.directory / "events.sqlite")
 
     def add(self, report: Report) -> Path:
-        """Appends a report as `reports/<nn>-<verb>.json` and enters it in run.json."""
+        """Appends a report as `reports/<nn>-<verb>.json` and enters it in run.json.
+
+        One that timed a step call by call leaves it in `traces/<nn>-<verb>.json` as well, for Perfetto.
+        """
         number = 1 + max((rung.number for rung in self.record.rungs), default=0)
         path = report.write(self.directory / "reports" / f"{number:02d}-{report.verb}.json")
+        if timeline := report.tables.get("timeline"):
+            write_atomically(self.directory / "traces" / path.name, msgspec.json.encode(step_trace(timeline)))
         rung = RungRecord(
             number=number,
             verb=report.verb,

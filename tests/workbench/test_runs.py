@@ -41,6 +41,35 @@ def test_reports_are_numbered_and_listed(tmp_path: Path) -> None:
     assert listed[2]["status"] == "passed"
 
 
+def test_a_step_that_was_timed_call_by_call_is_left_as_a_trace(tmp_path: Path) -> None:
+    run, rows = Run.at(tmp_path / "r"), []
+    for phase in ("prefill", "decode"):
+        for rank in (0, 1):
+            block = {"name": "layers.0", "kind": "compute", "start_ms": 1.5, "duration_ms": 2.0, "moved_bytes": 0}
+            call = {
+                "name": "all_reduce tp",
+                "kind": "collective",
+                "start_ms": 2.5,
+                "duration_ms": 0.5,
+                "moved_bytes": 64,
+            }
+            rows += [{"phase": phase, "rank": rank, **span} for span in (block, call)]
+    draft = Draft("profile", "m")
+    draft.table("timeline", rows)
+    run.add(report("scan"))
+    run.add(draft.close())
+    assert [path.name for path in (run.directory / "traces").iterdir()] == ["02-profile.json"]
+    events = json.loads((run.directory / "traces" / "02-profile.json").read_bytes())["traceEvents"]
+    named = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert list(named.values()) == ["prefill, rank 0", "prefill, rank 1", "decode, rank 0", "decode, rank 1"]
+    calls = [one for one in events if one["ph"] == "X" and named[one["pid"]] == "decode, rank 1"]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in calls] == [
+        ("layers.0", 0, 1500.0, 2000.0),
+        ("all_reduce tp", 1, 2500.0, 500.0),
+    ]
+    assert calls[1]["args"] == {"moved_bytes": 64}
+
+
 def test_a_rung_does_not_stand_on_one_that_failed(tmp_path: Path) -> None:
     run = Run.at(tmp_path / "r")
     assert run.require("start") is False, "what was never run does not forbid"
