@@ -173,6 +173,7 @@ class Run:
         number = 1 + max((rung.number for rung in self.record.rungs), default=0)
         path = report.write(self.directory / "reports" / f"{number:02d}-{report.verb}.json")
         if timeline := report.tables.get("timeline"):
+            (self.directory / "traces").mkdir(exist_ok=True)
             write_atomically(self.directory / "traces" / path.name, msgspec.json.encode(step_trace(timeline)))
         rung = RungRecord(
             number=number,
