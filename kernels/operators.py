@@ -5,6 +5,8 @@ Modules are named, not imported, so that a machine without Triton, or a device t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from firstlight.kernels.linear.table import LINEAR
 from firstlight.kernels.native.build import with_native
 from firstlight.kernels.registry_types import Implementation, Situation, Verdict
@@ -31,9 +33,11 @@ def with_triton(situation: Situation) -> Verdict:
     return YES
 
 
-def _implementation(operator: str, name: str, supports: object, folder: str | None = None) -> Implementation:
+def _implementation(
+    operator: str, name: str, supports: Callable[[Situation], Verdict], folder: str | None = None
+) -> Implementation:
     module = f"firstlight.kernels.{folder or operator}.{name}"
-    return Implementation(operator, name, module, operator, supports)  # type: ignore[arg-type]
+    return Implementation(operator, name, module, operator, supports)
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

@@ -333,8 +333,8 @@ def _output_side(images: Mapping[str, Any]) -> tuple[int, int] | None:
     size = images.get("crop_size") if images.get("do_center_crop") else images.get("size")
     if isinstance(size, int) and not isinstance(size, bool):
         return (size, size) if images.get("do_center_crop") else None
-    sides = (_integer(nested({"size": size}, "size", "height")), _integer(nested({"size": size}, "size", "width")))
-    return None if None in sides else sides  # type: ignore[return-value]
+    height, width = (_integer(nested({"size": size}, "size", side)) for side in ("height", "width"))
+    return None if height is None or width is None else (height, width)
 
 
 def _unequal(file: str, key: str, own: object, other: str) -> Finding:

@@ -33,8 +33,8 @@ def worse_by(figure: str, before: object, now: object) -> float | None:
     """By what factor a figure got worse, below 1 if better; None where it is no number, too short, or neither."""
     if not (is_number(before) and is_number(now)) or not before or not now:
         return None
-    ratio = float(now) / float(before)  # type: ignore[arg-type]
-    if ratio <= 0 or (figure.endswith("_s") and max(float(before), float(now)) < SHORTEST_S):  # type: ignore[arg-type]
+    ratio = now / before
+    if ratio <= 0 or (figure.endswith("_s") and max(before, now) < SHORTEST_S):
         return None
     if figure.endswith(NEITHER):
         return None
@@ -69,5 +69,5 @@ def _row(verb: str, name: str, reports: Sequence[Report | None]) -> Row:
     first, final = values[0], values[-1]
     ratio = None
     if is_number(first) and is_number(final) and first:
-        ratio = float(final) / float(first)  # type: ignore[arg-type]
+        ratio = final / first
     return Row(verb=verb, figure=name, unit=unit, values=values, ratio=ratio)

@@ -26,7 +26,7 @@ from firstlight.engine.weights.safetensors_file import Tagged, read, write
 Arrays = dict[str, NDArray[Any]]
 PICTURE_NAMES = frozenset(
     """pixel_values pixel_attention_mask pixel_position_ids image_grid_thw grid_thws image_grid_hws image_sizes
-    image_attention_mask image_position_ids aspect_ratio_ids aspect_ratio_mask spatial_shapes num_crops""".split()  # noqa: SIM905 - reads better
+    image_attention_mask image_position_ids aspect_ratio_ids aspect_ratio_mask spatial_shapes num_crops""".split()
 )
 NO_PICTURES = re.compile(r"pixel_values_videos|video_grid_thw|input_features|input_values|feature_attention_mask")
 OUTPUTS = re.compile(r"hidden\.\d+|logits|image_features|generated")

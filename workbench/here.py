@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from firstlight.engine.parallel.hardware import Cluster, Device, local_cluster
 
 
@@ -30,7 +32,7 @@ def nvidia_devices() -> list[Device]:
         pynvml.nvmlShutdown()
 
 
-def _device(pynvml: object, handle: object) -> Device:
-    name = pynvml.nvmlDeviceGetName(handle)  # type: ignore[attr-defined]
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)  # type: ignore[attr-defined]
+def _device(pynvml: Any, handle: Any) -> Device:
+    name = pynvml.nvmlDeviceGetName(handle)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return Device(name=str(name), memory_bytes=int(memory.total))

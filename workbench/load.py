@@ -361,11 +361,3 @@ def _against_limit(
     share = sum(row["read_bytes"] for row in rows) / read_s / rate if rate and is_known else None
     draft.metric("share_of_limit", share, "x", "rate of reading, cutting and converting over that of the source")
     return rate
-
-
-def ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """The account, tensor by tensor: where each went, or why nowhere."""
-    for tensor, params in ledger.consumed.items():
-        yield {"tensor": tensor, "fills": list(params)}
-    for tensor, reason in ledger.left_out.items():
-        yield {"tensor": tensor, "left_out": reason}

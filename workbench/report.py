@@ -20,7 +20,6 @@ Status = Literal["passed", "failed", "refused"]
 CheckStatus = Literal["passed", "failed", "skipped"]
 Value = bool | int | float | str | None
 EXIT_STATUS: dict[str, int] = {"passed": 0, "failed": 1, "refused": 2}
-INTERRUPTED = 130
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,17 +9,17 @@ import msgspec
 
 FREE = frozenset(  # they move nothing
     """view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach slice split select
-    split_with_sizes unbind chunk unfold""".split()  # noqa: SIM905 - a wall of words reads better
+    split_with_sizes unbind chunk unfold""".split()
 )
 MOVES = frozenset(  # values go from one place to another; every operator here does so as well
     """clone _to_copy copy copy_ cat stack where masked_fill masked_fill_ constant_pad_nd index index_select gather
     scatter scatter_ scatter_add_ index_put index_put_ repeat flip roll arange full full_like zeros zeros_like ones
     ones_like empty empty_like empty_strided new_zeros new_ones new_full new_empty scalar_tensor lift_fresh fill fill_
-    zero_ tril triu contiguous embedding""".split()  # noqa: SIM905
+    zero_ tril triu contiguous embedding""".split()
 )
 REDUCTIONS = frozenset(
     """sum mean amax amin max min prod cumsum cumprod logcumsumexp logsumexp _softmax _log_softmax softmax var std
-    native_layer_norm native_group_norm topk sort argmax any all norm linalg_vector_norm""".split()  # noqa: SIM905
+    native_layer_norm native_group_norm topk sort argmax any all norm linalg_vector_norm""".split()
 )
 MASKS = "eq ne le lt ge gt logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not any all"
 PRODUCTS = "mm addmm bmm baddbmm"

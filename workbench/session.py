@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -87,8 +86,3 @@ def refuse_unwritable(destination: str, option: str = "--json") -> None:
                 next="name another file",
             )
         )
-
-
-def namespace_values(arguments: Any) -> dict[str, Any]:
-    """Parsed arguments as a dict, for commands that hand them on."""
-    return dict(vars(arguments))

@@ -26,7 +26,7 @@ HARMLESS = frozenset(
     use_cache pretraining_tp max_position_embeddings unsloth_version _attn_implementation
     _attn_implementation_autoset attn_implementation image_seq_length quantization_config tie_encoder_decoder
     residual_dropout embedding_dropout
-    """.split()  # noqa: SIM905 - a wall of words reads better
+    """.split()
 )
 
 

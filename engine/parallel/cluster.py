@@ -42,11 +42,6 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     keeps_store: bool = False
     prefix: str = ""
 
-    @property
-    def has_company(self) -> bool:
-        """Whether there are ranks on other machines."""
-        return self.local_world_size < self.world_size
-
 
 def launched() -> Place | None:
     """This process's place if a launcher (torchrun, srun, ...) started several and this is one of them."""

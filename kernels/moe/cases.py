@@ -81,9 +81,10 @@ class MoeCase:
         rows = (2 if self.gated else 1) * self.width
         shapes = ((self.local, rows, self.hidden), (self.local, self.hidden, self.width))
         weights = [self.weight(shape, random, device, dtype) for shape in shapes]
-        sizes = [shape[:2] for shape in shapes] if self.biases else []
-        biases = [torch.randn(*size, generator=random).to(device, dtype) for size in sizes] or (None, None)
-        rules = ExpertRules(self.activation, self.start, *biases, self.gated, self.weigh_input)
+        gate_up_bias, down_bias = (
+            torch.randn(*shape[:2], generator=random).to(device, dtype) if self.biases else None for shape in shapes
+        )
+        rules = ExpertRules(self.activation, self.start, gate_up_bias, down_bias, self.gated, self.weigh_input)
         return Call((x_TH, ids_Tk, weights_Tk, *weights, rules))
 
     def weight(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def by_expert(weights_Tk: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
     return weights_Tk.gather(-1, order), ids_Tk
 
 
-def _deepseek_v3(name: str, tokens: int, experts: int, top_k: int, groups: int, best: int, **rest: bool) -> RouterCase:
+def _deepseek_v3(name: str, tokens: int, experts: int, top_k: int, groups: int, best: int, **rest: Any) -> RouterCase:
     return RouterCase(
         name,
         tokens,
@@ -85,7 +86,7 @@ def _deepseek_v3(name: str, tokens: int, experts: int, top_k: int, groups: int, 
         num_groups=groups,
         topk_groups=best,
         scale=2.5,
-        **rest,  # type: ignore[arg-type]
+        **rest,
     )
 
 

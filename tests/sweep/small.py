@@ -112,7 +112,7 @@ NOT_MATHEMATICS = frozenset(
     use_cache output_hidden_states output_attentions return_dict chunk_size_feed_forward is_encoder_decoder id2label
     label2id problem_type initializer_range num_hidden_layers image_token_id image_token_index video_token_id
     hidden_size intermediate_size n_embd d_model moe_intermediate_size
-    vision_start_token_id vision_end_token_id num_labels output_router_logits _name_or_path""".split()  # noqa: SIM905 - reads better
+    vision_start_token_id vision_end_token_id num_labels output_router_logits _name_or_path""".split()
 )
 
 

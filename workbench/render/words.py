@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from firstlight.engine.findings import printable
 
@@ -95,7 +95,7 @@ def is_bytes(unit: str) -> bool:
     return unit in _SHOWN
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

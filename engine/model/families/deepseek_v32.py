@@ -5,7 +5,7 @@ import msgspec
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, one_a_layer, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention, experts, extra_layers, with_extra_layers
-from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.family import Family, Silent
 from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
 from firstlight.engine.model.spec import MLA, Indexer, ModelSpec, Norm
 
@@ -65,7 +65,7 @@ def spec(config: Config) -> ModelSpec:
 _NAMES = {"wq_b": "q", "wk": "k", "k_norm": "k_norm", "weights_proj": "weights"}
 INDEXER_RULES = in_layers({f"self_attn.indexer.{theirs}": f"mixer.indexer.{ours}" for theirs, ours in _NAMES.items()})
 RULES = TRUNK + MLA_RULES + INDEXER_RULES + DENSE + MIXTURE
-SILENT = {
+SILENT: Silent = {
     "deepseek_v32": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "glm_moe_dsa": {"q_lora_rank": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
 }

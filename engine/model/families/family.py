@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.rules import Part, WeightRule
 from firstlight.engine.model.spec import ModelSpec
+
+Silent: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     model_types: tuple[str, ...]
     spec: Callable[..., ModelSpec]
     rules: tuple[WeightRule, ...]
-    silent: Mapping[str, Mapping[str, Any]] = {}
+    silent: Silent = {}
     parts: tuple[Part, ...] = ()
     left_out: Callable[[Config], tuple[WeightRule, ...]] | None = None

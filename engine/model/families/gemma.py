@@ -25,7 +25,7 @@ from firstlight.engine.model.families.common import (
     rope,
     rope_of_kind,
 )
-from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.family import Family, Silent
 from firstlight.engine.model.rules import WeightRule
 from firstlight.engine.model.spec import Attention, ModelSpec, Norm
 
@@ -144,7 +144,7 @@ def norm_names(config: Config) -> tuple[WeightRule, ...]:
 
 
 RULES = ENDS + ATTENTION + QK_NORM + DENSE
-SILENT = {
+SILENT: Silent = {
     "gemma2": {"num_key_value_heads": 4},
     "gemma3_text": GEMMA3,
     "vaultgemma": {"num_key_value_heads": 4},

@@ -9,7 +9,7 @@ from firstlight.engine.model.spec import MLP, FeedForward, Mixer, ModelSpec, Nor
 
 # Keys of the first releases that repeat others, or speak of how weights were drawn.
 IDLE = """block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init conv_dim conv_dim_out
-conv_use_xavier_init num_heads""".split()  # noqa: SIM905
+conv_use_xavier_init num_heads""".split()
 
 
 def width(config: Config) -> int:

@@ -22,7 +22,7 @@ from firstlight.engine.model.families.common import (
     rotated_layers,
     silent_rope,
 )
-from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.family import Family, Silent
 from firstlight.engine.model.spec import Attention, ModelSpec
 
 
@@ -143,7 +143,7 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = LLAMA
-SILENT = {
+SILENT: Silent = {
     "cwm": {"num_key_value_heads": 8, "sliding_window": 8192},
     "ernie4_5": {"num_key_value_heads": 2},
     "internlm3": {"num_key_value_heads": 2},

@@ -1,5 +1,7 @@
 """LLaVA: a CLIP, SigLIP or Pixtral tower, a two-layer projector, and any decoder family of this engine for the text."""
 
+from typing import Any
+
 import msgspec
 
 from firstlight.engine.model.config import Config
@@ -31,7 +33,7 @@ from firstlight.engine.model.spec import (
 )
 
 
-def _tower(config: Config) -> dict[str, object]:
+def _tower(config: Config) -> dict[str, Any]:
     """The encoder of `vision_config` as fields of `VisionSpec`."""
     kind = config.only("model_type", "clip_vision_model", "siglip_vision_model", default="clip_vision_model")
     clip = kind == "clip_vision_model"
@@ -95,9 +97,9 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
         return _ragged(config, text, features, bias)
     tower = _tower(vision)
     whole = VisionSpec(
-        **tower,  # type: ignore[arg-type]
+        **tower,
         projector=Projector(
-            widths=(int(tower["hidden"]) * len(features), text.hidden, text.hidden),  # type: ignore[call-overload]
+            widths=(int(tower["hidden"]) * len(features), text.hidden, text.hidden),
             activation=activation(config, "projector_hidden_act", "gelu"),
             bias=bias,
         ),

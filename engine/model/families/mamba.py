@@ -10,7 +10,7 @@ from firstlight.engine.model.spec import Mamba, ModelSpec, Norm
 
 # Keys of training, of how prompts are cut, and of which implementation the reference takes.
 IDLE = """rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_init_scheme time_step_max time_step_min
-time_step_scale use_associative_scan use_falcon_mambapy use_mambapy""".split()  # noqa: SIM905
+time_step_scale use_associative_scan use_falcon_mambapy use_mambapy""".split()
 
 
 def spec(config: Config) -> ModelSpec:

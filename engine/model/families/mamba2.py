@@ -8,7 +8,7 @@ from firstlight.engine.model.spec import Mamba2, ModelSpec, Norm
 
 # Keys of training, or of how prompts are cut.
 IDLE = """chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max time_step_min
-time_step_rank""".split()  # noqa: SIM905
+time_step_rank""".split()
 
 
 def spec(config: Config) -> ModelSpec:

@@ -14,7 +14,7 @@ LETTERS = dict(zip("M*-E", KINDS, strict=True))
 # Keys that follow from others, say in which order to work, or speak of training and of layers left out of inference.
 IDLE = """chunk_size expand mamba_proj_bias moe_shared_expert_overlap mtp_hybrid_override_pattern mtp_layers_block_type
 norm_eps num_logits_to_keep num_nextn_predict_layers partial_rotary_factor rescale_prenorm_residual residual_in_fp32
-rope_theta time_step_floor time_step_max use_mamba_kernels""".split()  # noqa: SIM905
+rope_theta time_step_floor time_step_max use_mamba_kernels""".split()
 
 
 def kinds(config: Config) -> list[str]:

@@ -4,6 +4,8 @@ Positions in the decoder count frames, rows and columns. Qwen2.5-VL's tower atte
 has gated feed-forwards. Releases before transformers 5 keep the text's keys at the top level.
 """
 
+from typing import Any
+
 import msgspec
 
 from firstlight.engine.model.config import Config
@@ -67,7 +69,7 @@ def _newer(config: Config) -> PatchTower:
     )
 
 
-def _tower(config: Config, **fields: object) -> PatchTower:
+def _tower(config: Config, **fields: Any) -> PatchTower:
     return PatchTower(
         inputs="flat",
         patch_size=count(config, "patch_size", 14, "spatial_patch_size"),
@@ -78,7 +80,7 @@ def _tower(config: Config, **fields: object) -> PatchTower:
         rope=axial(config),
         mrope=True,
         image_token_id=0,
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 

@@ -4,7 +4,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families import bailing_moe_v2, deepseek_v3
 from firstlight.engine.model.families.common import ATTENTION, QK_NORM, decoder, gqa, mlp, rms, rope, silent_rope
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, experts, extra_layers, with_extra_layers
-from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.family import Family, Silent
 from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
@@ -38,7 +38,7 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = bailing_moe_v2.RULES + ATTENTION + QK_NORM + MLA_RULES
-SILENT = {
+SILENT: Silent = {
     "sarvam_moe": {"num_key_value_heads": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "sarvam_mla": {
         "q_lora_rank": None,

@@ -5,7 +5,7 @@ Each row of `KIN` is a model type.
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import in_layers, layer_windows
-from firstlight.engine.model.families.family import Family
+from firstlight.engine.model.families.family import Family, Silent
 from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.families.sigmoid_common import RULES, Kin, sigmoid_decoder
 from firstlight.engine.model.rules import WeightRule
@@ -69,7 +69,7 @@ def names(config: Config) -> tuple[WeightRule, ...]:
     return in_layers({"post_attention_layernorm": behind_attention})
 
 
-SILENT = {
+SILENT: Silent = {
     "afmoe": {"num_shared_experts": 2},
     "dots1": {"norm_topk_prob": False},
     "exaone_moe": {"num_shared_experts": 1, "routed_scaling_factor": 2.5},

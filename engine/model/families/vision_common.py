@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -122,7 +122,13 @@ def square(config: Config, key: str, default: int) -> int:
     return int(value)
 
 
-def axial(config: Config, *, default_theta: float = 10000.0, split: bool = False, layout: str = "halves") -> AxialRope:
+def axial(
+    config: Config,
+    *,
+    default_theta: float = 10000.0,
+    split: bool = False,
+    layout: Literal["halves", "pairs"] = "halves",
+) -> AxialRope:
     """Rotations by row and column."""
     fields: Mapping[str, Any] = config.get("rope_parameters") or {}
     for key, value in fields.items():
@@ -130,7 +136,7 @@ def axial(config: Config, *, default_theta: float = 10000.0, split: bool = False
         if (known is not None and value not in known) or (known is None and key != "rope_theta"):
             config.unsupported(f"rope_parameters.{key}", value, "axial, with a rope_theta")
     theta = config.positive("rope_theta", fields.get("rope_theta", config.get("rope_theta", default_theta)))
-    return AxialRope(theta=theta, split=split, layout=layout)  # type: ignore[arg-type]
+    return AxialRope(theta=theta, split=split, layout=layout)
 
 
 def with_sections(config: Config, text: ModelSpec, default: tuple[int, ...], *, interleaved: bool = False) -> ModelSpec:

@@ -8,7 +8,8 @@ Legend: T tokens, P planes, H hidden, S = P H all planes of a token behind one a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -151,5 +152,9 @@ class HyperConnectionsEnds:
         return torch.einsum("tp,tph->th", taken_TP, x_TPH.float()).to(x_TPH.dtype)
 
 
-TOPOLOGIES = {specs.AttentionResidual: AttentionResidual, specs.HyperConnections: HyperConnections}  # one a topology
-ENDS = {specs.AttentionResidual: AttentionResidualEnds, specs.HyperConnections: HyperConnectionsEnds}
+TOPOLOGIES: Mapping[type, Callable[..., Topology]] = MappingProxyType(
+    {specs.AttentionResidual: AttentionResidual, specs.HyperConnections: HyperConnections}
+)
+ENDS: Mapping[type, Callable[..., Ends]] = MappingProxyType(
+    {specs.AttentionResidual: AttentionResidualEnds, specs.HyperConnections: HyperConnectionsEnds}
+)

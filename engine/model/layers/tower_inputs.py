@@ -59,9 +59,8 @@ def _places(shape: Shape, kernel: int, device: torch.device) -> tuple[Tensor, Te
     frames, rows, columns = shape
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     blocks = (rows // kernel, kernel, columns // kernel, kernel)
-    return tuple(  # type: ignore[return-value]
-        one.reshape(blocks).transpose(1, 2).flatten().repeat(frames).to(device) for one in (row, column)
-    )
+    row_T, column_T = (one.reshape(blocks).transpose(1, 2).flatten().repeat(frames).to(device) for one in (row, column))
+    return row_T, column_T
 
 
 def _cut(image_CYX: Tensor, shape: Shape, size: int) -> Tensor:

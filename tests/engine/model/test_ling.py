@@ -42,7 +42,7 @@ def keys(home: Path) -> dict[str, Any]:
     own = json.loads((home / "config.json").read_text())
     same = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     head_dim moe_intermediate_size num_experts_per_tok n_group topk_group routed_scaling_factor rms_norm_eps
-    max_position_embeddings first_k_dense_replace""".split()  # noqa: SIM905 - reads better
+    max_position_embeddings first_k_dense_replace""".split()
     return {
         **{key: own[key] for key in same if key in own},
         "model_type": "bailing_moe",

@@ -74,7 +74,7 @@ def test_a_base_without_the_scaling_of_its_architecture_is_said() -> None:
 
 
 def own_value(reference: Any, key: str) -> Any:
-    """What the reference's configuration takes; rotary bases stand among parameters, some of them by kinds of layers."""
+    """What the reference takes; rotary bases stand among parameters, in some architectures by kinds of layers."""
     if key == "rope_theta":
         return reference.rope_parameters.get("full_attention", reference.rope_parameters)["rope_theta"]
     return getattr(reference, key)
