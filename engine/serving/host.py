@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -11,12 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal
@@ -30,7 +30,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.stream import EngineFailed
-from firstlight.engine.serving.supervisor import HANDLE, Handle, Order, is_worthless
+from firstlight.engine.serving.supervisor import HANDLE, UNWRITTEN, Handle, Order, is_worthless
 from firstlight.engine.settings import child_environment, read_settings
 
 POLL_S = 0.02
@@ -88,9 +88,10 @@ class Host:
         _refuse_layout(engine)
         directory = _new_directory(settings.runtime_dir) if run_dir is None else Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / HANDLE).unlink(missing_ok=True)
         is_temporary = run_dir is None and not detached
-        process, kept_fd = _spawn(engine, http, directory, detached, is_temporary)
+        with _taken(directory) as folder_fd:
+            (directory / HANDLE).unlink(missing_ok=True)
+            process, kept_fd = _spawn(engine, http, directory, folder_fd, detached, is_temporary)
         try:
             _await_handle(directory, process)
             return cls(directory, process, kept_fd, is_temporary)
@@ -139,9 +140,16 @@ class Host:
         return self.refresh().pids
 
     def refresh(self) -> Handle:
-        """The handle as it is now, or as it was when the host went."""
+        """The handle as it is now, or as it was when the host, or its run directory, went.
+
+        Raises `Refused` (not-found) where it went before it said where the host listens: nobody will learn that then.
+        """
         if not self._is_cleared:
-            self.handle = read_handle(self.run_dir)
+            try:
+                self.handle = read_handle(self.run_dir)
+            except Refused:
+                if self.handle.url is None and self.is_alive():
+                    raise
         return self.handle
 
     def client(self) -> EngineClient:
@@ -181,17 +189,13 @@ class Host:
 
     def is_alive(self) -> bool:
         """Whether its supervisor lives."""
-        if self._process is not None:
-            return self._process.poll() is None
-        try:
-            process = psutil.Process(self.handle.pid)
-            return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= self.handle.started_s + 1
-        except psutil.NoSuchProcess:
-            return False
+        return self.handle.is_alive if self._process is None else self._process.poll() is None
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End it: ask the engine, then the supervisor, then kill. Nothing is left when this returns."""
-        handle = self.refresh()
+        with contextlib.suppress(Refused):  # its run directory is gone, and it goes now
+            self.refresh()
+        handle = self.handle
         if self.is_alive() and handle.status == "ready" and handle.url is not None:
             with contextlib.suppress(Refused, EngineFailed), EngineClient(handle.url, handle.token) as client:
                 client.stop()
@@ -261,8 +265,7 @@ class Host:
         return over
 
     def _last_words(self) -> str:
-        text = (self.run_dir / "host.log").read_text(errors="replace").strip() if self.run_dir.exists() else ""
-        return f": {text.splitlines()[-1]}" if text else ""
+        return _last_words(self.run_dir, self._process)
 
     def _raise_if_over(self) -> None:
         over = self._over(self.handle)
@@ -321,8 +324,59 @@ def _new_directory(runtime_dir: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="host-", dir=runtime_dir))
 
 
+@contextlib.contextmanager
+def _taken(directory: Path) -> Iterator[int]:
+    """The directory, opened and locked for a host; `Refused` while another's is there, which would be lost by this one.
+
+    The lock lasts until nobody has what is given here open any more: no file stays behind for it.
+    """
+    folder_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        until_s = time.monotonic() + STOP_GRACE_S  # one whose owner was killed a moment ago is about to leave
+        while not _lock(folder_fd):
+            handle = _handle_in(directory)
+            if (handle is not None and handle.detached) or time.monotonic() > until_s:
+                raise _occupied(directory, handle)
+            time.sleep(POLL_S)
+        yield folder_fd
+    finally:
+        os.close(folder_fd)
+
+
+def _lock(folder_fd: int) -> bool:
+    try:
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _handle_in(directory: Path) -> Handle | None:
+    try:
+        return read_handle(directory)
+    except Refused:
+        return None
+
+
+def _occupied(directory: Path, handle: Handle | None) -> Refused:
+    where = f" at {handle.url}" if handle is not None and handle.url else ""
+    end = f", or end it (kill {handle.pid})" if handle is not None else ""
+    return Refused(
+        fatal(
+            "not-available",
+            f"an engine host runs in {directory} already: started here, another would make it unreachable",
+            file=str(directory / HANDLE),
+            expected="a directory whose host has ended, or none",
+            found=f"process {handle.pid}, {handle.status}{where}" if handle is not None else "one that starts",
+            next=f"name another --run, or attach to it (Bringup.attach){end}",
+        )
+    )
+
+
 def _spawn(
-    engine: EngineOptions, http: HostOptions, directory: Path, detached: bool, is_temporary: bool
+    engine: EngineOptions, http: HostOptions, directory: Path, folder_fd: int, detached: bool, is_temporary: bool
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """The supervisor, in a session of its own so that an interrupt of a terminal or notebook does not reach it."""
     owner_fd, kept_fd = (None, None) if detached else os.pipe()
@@ -330,6 +384,7 @@ def _spawn(
         engine=engine,
         host=http,
         run_dir=str(directory),
+        folder_fd=folder_fd,
         owner_pid=None if detached else os.getpid(),
         owner_fd=owner_fd,
         is_temporary=is_temporary,
@@ -341,14 +396,14 @@ def _spawn(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            pass_fds=() if owner_fd is None else (owner_fd,),
+            pass_fds=(folder_fd,) if owner_fd is None else (folder_fd, owner_fd),
             env=child_environment(**CHILD_VARIABLES),
         )
     if owner_fd is not None:
         os.close(owner_fd)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it ended at once; whoever waits for its handle finds out why
-        process.stdin.write(msgspec.json.encode(order))
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
         process.stdin.close()
     return process, kept_fd
 
@@ -356,6 +411,17 @@ def _spawn(
 def _await_handle(directory: Path, process: subprocess.Popen[bytes]) -> None:
     while not (directory / HANDLE).exists():
         if process.poll() is not None:
-            text = (directory / "host.log").read_text(errors="replace").strip()
-            raise RankFailure(0, "spawn", f"the host did not start: {text.splitlines()[-1] if text else 'no message'}")
+            raise RankFailure(0, "spawn", f"the host did not start{_last_words(directory, process)}")
         time.sleep(POLL_S)
+
+
+def _last_words(directory: Path, process: subprocess.Popen[bytes] | None) -> str:
+    """What a supervisor that has ended left behind, as the end of a sentence."""
+    if process is not None and process.poll() == UNWRITTEN:
+        why = "could not be written: is its disk full?" if directory.exists() else "was removed"
+        return f": its run directory {directory} {why}"
+    try:
+        text = (directory / "host.log").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return f": {text.splitlines()[-1]}" if text else ""

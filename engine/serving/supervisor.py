@@ -3,10 +3,15 @@
 It imports torch once and forks, so N ranks do not import it N times. Its owner is the process that started it: when the
 owner is gone, and the host was not started detached, every rank is killed. When the supervisor itself is killed, the
 system kills the ranks (Linux: a parent-death signal; elsewhere the end of the line does).
+
+A host is found by its handle alone. It follows a run directory that is moved, and writes the handle again where that
+was removed; once the directory itself is removed, a host that is detached, or whose owner does not know its url yet,
+ends: nobody could reach or stop it any more. Otherwise its owner knows all there is to know, and it goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -16,10 +21,10 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+import psutil
 
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.health import Awake, Failure, Status, Store, Watch
@@ -30,26 +35,37 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 HANDLE = "host.json"
+DRAFT = "host.draft"
 LOOK_PERIOD_S = 0.1
+HANDLE_LOOKS = 5  # looks at the ranks for one at the handle
+UNWRITTEN_S = 5.0  # that a start goes on while its handle cannot be written, on a disk that is full, say
+UNWRITTEN = 73  # the exit status of a host that was given up for that; a word to its owner is not to be written either
+SAME_BIRTH_S = 2.0  # the boot time, which births are counted from, is told in whole seconds
 PR_SET_PDEATHSIG = 1
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What a supervisor is told to do; `owner_pid` and `owner_fd` are None when it is detached.
 
+    `folder_fd` is the run directory, open and locked: the lock lasts as long as this host, and keeps others out.
     `is_temporary`: the run directory was made for this host alone and goes with it.
     """
 
     engine: EngineOptions
     host: HostOptions
     run_dir: str
+    folder_fd: int
     owner_pid: int | None = None
     owner_fd: int | None = None
     is_temporary: bool = False
 
 
 class Handle(msgspec.Struct, kw_only=True):
-    """The state of a host, kept in its run directory (`host.json`): how to reach it, and what became of it."""
+    """The state of a host, kept in its run directory (`host.json`): how to reach it, and what became of it.
+
+    `born_s` is when the process `pid` began, counted from the boot of the machine: clocks are set, and process ids are
+    used again.
+    """
 
     status: Status
     run_dir: str
@@ -62,14 +78,31 @@ class Handle(msgspec.Struct, kw_only=True):
     detached: bool = False
     failure: Failure | None = None
     started_s: float = 0.0
+    born_s: float | None = None
 
-    def write(self) -> None:
-        """Replace the file at once, so that readers never see half of it; only this user may read it."""
-        path = Path(self.run_dir) / HANDLE
-        draft = path.with_suffix(".draft")
-        draft.touch(mode=0o600)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
-        draft.replace(path)
+    def write(self, folder: int) -> None:
+        """Replace the file in an open folder at once: readers never see half of it, and only this user may read it."""
+        data = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        made = os.open(DRAFT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=folder)
+        with os.fdopen(made, "wb") as draft:
+            draft.write(data)
+        os.replace(DRAFT, HANDLE, src_dir_fd=folder, dst_dir_fd=folder)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the supervisor that wrote it lives: this very process, not another of its number."""
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return self.born_s is None or abs(born_s(process) - self.born_s) <= SAME_BIRTH_S
+        except psutil.NoSuchProcess:
+            return False
+
+
+def born_s(process: psutil.Process) -> float:
+    """When a process began, in seconds from the boot of the machine."""
+    return float(process.create_time() - psutil.boot_time())
 
 
 def is_worthless(handle: Handle) -> bool:
@@ -78,10 +111,14 @@ def is_worthless(handle: Handle) -> bool:
 
 
 def main() -> int:
-    """Read an `Order` from standard input and carry it out; 0 when the host was stopped, 1 when it failed."""
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    """Read an `Order`, one line of standard input, and carry it out; 0 when the host was stopped, 1 when it failed."""
+    line = sys.stdin.buffer.readline()  # not to its end, which whatever its owner has forked meanwhile may hold off
+    if not line.endswith(b"\n"):
+        return 1  # the owner died while it wrote
+    order = msgspec.json.decode(line, type=Order)
     supervisor = Supervisor(order)
-    supervisor.handle.write()  # the owner need not wait for the import
+    if not supervisor.write():  # the owner need not wait for the import
+        return UNWRITTEN
     from firstlight.engine.serving import rank  # imports torch, once for all ranks
 
     try:
@@ -108,7 +145,12 @@ class Supervisor:
             token=order.host.token,
             detached=order.owner_pid is None,
             started_s=time.time(),
+            born_s=born_s(psutil.Process()),
         )
+        self._looks = 0
+        self._is_known = self._is_removed = False  # its url has been written; its directory is no more
+        self._is_missing = False  # the handle, at the last look
+        self._unwritten_s: float | None = None  # since when the handle is not as it should be
         self._lines: dict[int, Line] = {}
         self._pids: dict[int, int] = {}  # of ranks that live
         self._left = False
@@ -140,8 +182,7 @@ class Supervisor:
                 _become_rank(self.order, index, theirs, run_rank)
             theirs.close()
             self._lines[index], self._pids[index] = ours, pid
-        self.handle.pids = tuple(self._pids.values())
-        self.handle.write()
+        self._set(pids=tuple(self._pids.values()))
         signal.signal(signal.SIGTERM, self._on_term)
 
     def watch(self) -> int:
@@ -156,6 +197,9 @@ class Supervisor:
                 return self._fail(failure)
             if self._owner_is_gone() or self._left:
                 break
+            if not self._is_to_be_found():
+                self.kill_all()
+                return UNWRITTEN
         self.kill_all()
         self._set(status="stopped")
         return 0
@@ -167,7 +211,8 @@ class Supervisor:
     def _fail(self, failure: Failure) -> int:
         """One rank is lost: tell rank 0, which goes on to say so over HTTP for a while; kill the others at once."""
         self._set(status="failed", failure=failure)
-        print(f"firstlight host: {failure}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a disk that is full
+            print(f"firstlight host: {failure}", file=sys.stderr, flush=True)
         can_speak = failure.rank != 0 or self._reported is not None
         survives = can_speak and 0 in self._pids and 0 in self._lines and self._lines[0].send(Note(failure=failure))
         self._kill(tuple(rank for rank in self._pids if rank != 0 or not survives))
@@ -243,7 +288,46 @@ class Supervisor:
     def _set(self, **changes: object) -> None:
         for name, value in changes.items():
             setattr(self.handle, name, value)
-        self.handle.write()
+        self.write()
+
+    def write(self) -> bool:
+        """Whether the handle is written; if not, it is tried again while there is somebody to look for it."""
+        try:
+            self.handle.write(self.order.folder_fd)
+        except OSError as error:
+            self._is_removed = isinstance(error, FileNotFoundError)  # of a folder that is there a file can be made
+            self._unwritten_s = self._unwritten_s or time.monotonic()
+            return False
+        self._is_known = self.handle.url is not None
+        self._unwritten_s = None
+        return True
+
+    def _is_to_be_found(self) -> bool:
+        """Whether somebody can reach this host: by its handle, or its owner, who has read it before it was lost."""
+        self._looks += 1
+        if self._looks % HANDLE_LOOKS:
+            return True
+        if self._unwritten_s is None:
+            before, self._is_missing = self._is_missing, not _is_in(self.order.folder_fd)
+            if not before or not self._is_missing:  # who removes a folder begins with its files: not in his way
+                return True
+        if self.write():
+            return True
+        if self._is_removed and self.handle.detached:
+            return False
+        assert self._unwritten_s is not None
+        return self._is_known or time.monotonic() - self._unwritten_s < UNWRITTEN_S
+
+
+def _is_in(folder: int) -> bool:
+    """Whether the handle is in an open folder; a disk that does not answer has not lost it."""
+    try:
+        os.stat(HANDLE, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _local_store() -> TCPStore:
@@ -268,14 +352,23 @@ def _become_rank(order: Order, index: int, line: Line, run_rank: object) -> NoRe
     try:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        log = os.open(Path(order.run_dir) / f"rank{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = _log(order.folder_fd, f"rank{index}.log")
         for stream in (1, 2):
             os.dup2(log, stream)
         code = run_rank(order, index, line)  # type: ignore[operator]
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a disk that is full
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
+
+
+def _log(folder: int, name: str) -> int:
+    """A file to append to; where there can be none, what a rank says is lost, and the rank is not."""
+    try:
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600, dir_fd=folder)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def die_with_parent() -> None:

@@ -155,10 +155,32 @@ def test_a_detached_host_outlives_its_owner_and_is_found_again(checkpoint: Get, 
         assert host.pids == pids[:2]
         assert (tmp_path / "run" / "host.json").stat().st_mode & 0o077 == 0, "the token is readable by others"
         assert len(host.client().complete([3, 4], params=SamplingParams(max_new_tokens=4, ignore_eos=True)).tokens) == 4
+        with pytest.raises(Refused, match=r"an engine host runs in \S+ already"):
+            Host.start(checkpoint("llama"), run_dir=tmp_path / "run")
     finally:
         host.stop()
     gone(pids)
     assert host.health().status == "stopped"
+
+
+def test_a_detached_host_is_found_as_long_as_its_directory_is_somewhere_and_ends_with_it(
+    checkpoint: Get, tmp_path: Path
+) -> None:
+    """Nobody could reach or stop it otherwise: url and token stand in its handle alone."""
+    host = Host.start(checkpoint("llama"), run_dir=tmp_path / "run", detached=True, http=CALM, threads=1)
+    moved = tmp_path / "moved"
+    try:
+        host.wait_ready(READY_S)
+        pids = (*host.pids, host.handle.pid)
+        (tmp_path / "run" / "host.json").unlink()
+        (tmp_path / "run").rename(moved)
+        again = until(lambda: Host.attach(moved) if (moved / "host.json").exists() else None, "the handle is lost")
+        assert again.client().health().is_ready
+        again.release()
+        until(lambda: shutil.rmtree(moved, ignore_errors=True) or not moved.exists())  # it may write while this removes
+        gone(pids, "a host that nobody can find goes on")
+    finally:
+        host.stop()
 
 
 def test_nothing_listens_beyond_loopback(host: Host) -> None:
