@@ -376,7 +376,7 @@ KEYS = """quant_method weight_block_size fmt bits group_size version zero_point 
     weights
     num_bits type strategy block_structure symmetric actorder dynamic quant_algo quantized_layers exclude_modules
     modules_to_not_convert sparsity_config transform_config modules_in_block_to_quantize quantization expert_dtype
-    checkpoint_format kv_cache_scheme""".split()  # noqa: SIM905 - a wall of words reads better
+    checkpoint_format kv_cache_scheme""".split()
 _texts = st.sampled_from(
     [
         *READERS,
