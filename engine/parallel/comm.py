@@ -207,8 +207,8 @@ class Comms:
         world = Comm("world", everyone, rank, dist.group.WORLD, recorder)
         control_group = dist.group.WORLD if backend != "nccl" else dist.new_group(backend="gloo", timeout=deadline)
         control = Comm("control", everyone, rank, control_group, Recorder())
-        others: dict[str, Any] = {"heads": heads, "world": world, "control": control, "rows": rows, "named": named}
-        return cls(**comms, **others, recorder=recorder, exchange=exchange)
+        all_of_them: dict[str, Any] = {**comms, "heads": heads, "world": world, "control": control, "rows": rows}
+        return cls(**all_of_them, recorder=recorder, exchange=exchange, named=named)
 
     @staticmethod
     def disconnect() -> None:
