@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache, partial
 
 import msgspec
 
@@ -139,16 +139,7 @@ def rank_pieces(
     at = mesh.coordinates(rank)
     cut = stages(spec, mesh.pp)[at.pp]
     tied = _is_tied(spec, ledger)
-    held: list[tuple[Param, Local]] = []
-    num_layers = spec.num_layers
-    for param in spec.parameters(share=(at.ep, mesh.ep)):  # the experts of other ranks may be hundreds of thousands
-        if not on_stage(param, cut, num_layers):
-            continue
-        if param.name == "head.weight" and tied and cut[0] == 0:
-            continue
-        local = localize(param.shape, param.placements, mesh, at)
-        if local is not None:
-            held.append((param, local))
+    held = [one for one in _held(spec, mesh, at, cut) if one[0].name != "head.weight" or not tied or cut[0] != 0]
     kept = kept_packed(held, ledger, keep_packed) if ledger is not None and keep_packed else {}
     laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
     storages, offsets = _storages(laid_out, dtype)
@@ -172,6 +163,21 @@ def rank_pieces(
         dtype=dtype,
         packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.packing is not None},
     )
+
+
+def _held(spec: ModelSpec, mesh: Mesh, at: Coordinates, cut: tuple[int, int]) -> Iterator[tuple[Param, Local]]:
+    """Parameters that a rank has a part of, in forward order, and that part."""
+    local_of, num_layers = cache(partial(localize, mesh=mesh, at=at)), spec.num_layers  # most are cut like many others
+    for param in spec.parameters(share=(at.ep, mesh.ep)):  # the experts of other ranks may be hundreds of thousands
+        if not on_stage(param, cut, num_layers):
+            continue
+        owner, *cuts = param.placements or (None,)
+        if isinstance(owner, Expert):
+            local = local_of(param.shape, tuple(cuts)) if owner.owner(mesh.ep) == at.ep else None
+        else:
+            local = local_of(param.shape, param.placements)
+        if local is not None:
+            yield param, local
 
 
 def _is_tied(spec: ModelSpec, ledger: Ledger | None) -> bool:

@@ -42,6 +42,7 @@ def read_lines(text: bytes, between: bytes) -> Lines | None:
     if b"\\" in text or b"*" in text or not text.isascii():
         return None
     known: dict[bytes, int] = {}
+    stars: list[int] = []  # of each form
     ids: list[NDArray[np.int32]] = []
     numbers: list[NDArray[np.int64]] = []
     lines = 0
@@ -52,11 +53,13 @@ def read_lines(text: bytes, between: bytes) -> Lines | None:
         found = collapsed[0].split(between)
         lines += len(found)
         for form in dict.fromkeys(found):
-            known.setdefault(form, len(known))
+            if form not in known:
+                known[form] = len(known)
+                stars.append(form.count(b"*"))
         if 4 * len(known) > lines + 1024:
             return None
         ids.append(np.fromiter(map(known.__getitem__, found), np.int32, len(found)))
-        counts = np.array([form.count(b"*") for form in known])[ids[-1]]
+        counts = np.array(stars)[ids[-1]]
         if counts.sum() != len(collapsed[1]) or counts.max() > MOST_NUMBERS:
             return None
         numbers.append(_by_line(collapsed[1], counts))

@@ -199,7 +199,7 @@ class Sources(_Book[Source]):
         others = [place for place, source in enumerate(found) if source is None]
         for pattern, group in grouped(others, names.__getitem__).items():
             lot = self._lots[pattern]
-            sources = lot.sources([lot.places[names[place]] for place in group])
+            sources = lot.sources(lot.mains.places_of(lot.params, [names[place] for place in group]))
             for place, source in zip(group, sources, strict=True):
                 found[place] = source
         return [source for source in found if source is not None]

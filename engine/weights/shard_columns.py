@@ -24,7 +24,7 @@ from firstlight.engine.weights.header import (
     read_text,
 )
 from firstlight.engine.weights.lines import Lines, read_lines
-from firstlight.engine.weights.names import Ints, keys, radixes
+from firstlight.engine.weights.names import Ints, keys, radixes, repeated
 from firstlight.engine.weights.sources.base import AnyPath
 
 NAME = r'([^"\\{}\[\],:\x00-\x1f]*)'
@@ -159,4 +159,4 @@ def _are_apart(found: ShardColumns) -> bool:
     patterns = {form.pattern: number for number, form in enumerate(found.forms)}
     kinds = np.array([patterns[form.pattern] for form in found.forms])[found.ids]
     radix = radixes(found.numbers)
-    return radix is not None and len(np.unique(keys(kinds, found.numbers, radix))) == len(kinds)
+    return radix is not None and not len(repeated(keys(kinds, found.numbers, radix)))

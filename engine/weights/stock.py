@@ -71,6 +71,11 @@ class Kind:
         assert names is not None
         return {name: place for place, name in enumerate(names)}
 
+    def places_of(self, pattern: str, names: Sequence[str]) -> Sequence[int]:
+        """The places of members by what they would be called by another pattern. Raises KeyError."""
+        places = self.places_as(pattern)
+        return [places[name] for name in names]
+
     def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
         """What the members at places would be called by another pattern; there must be such names."""
         names = self.as_names(pattern)

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from firstlight.engine.weights.names import Ints, filled, keys, numbers_in, radixes
+from firstlight.engine.weights.patterns import bare
 from firstlight.engine.weights.stock import Kind
 from firstlight.engine.weights.table import Rows, Table
 
@@ -36,17 +37,30 @@ class ColumnKind(Kind):
         if self.is_numbered_like(other):
             return range(len(self.tensors))
         assert isinstance(other, ColumnKind)
-        radix = radixes(self._numbers, other._numbers)
-        if radix is None or self._numbers.shape[1] != other._numbers.shape[1]:
+        return other._places(self._numbers)
+
+    def _places(self, numbers: Ints) -> list[int] | None:
+        """The places of members with these numbers, -1 where there is none; None where that is not known."""
+        radix = radixes(self._numbers, numbers)
+        if radix is None or self._numbers.shape[1] != numbers.shape[1]:
             return None
-        mine, theirs = (keys(np.zeros(len(n), np.int64), n, radix) for n in (self._numbers, other._numbers))
-        order = np.argsort(theirs)
-        places = order[np.minimum(np.searchsorted(theirs, mine, sorter=order), len(theirs) - 1)]
-        found: list[int] = np.where(theirs[places] == mine, places, -1).tolist()
+        mine, asked = (keys(np.zeros(len(table), np.int64), table, radix) for table in (self._numbers, numbers))
+        order = np.argsort(mine)
+        places = order[np.minimum(np.searchsorted(mine, asked, sorter=order), len(mine) - 1)]
+        found: list[int] = np.where(mine[places] == asked, places, -1).tolist()
         return found
 
     def places_as(self, pattern: str) -> Mapping[str, int]:
         return _Places(pattern, self._numbers)
+
+    def places_of(self, pattern: str, names: Sequence[str]) -> Sequence[int]:
+        texts = bare(pattern, names).replace(".", "\n").split()
+        if len(texts) == len(names) * pattern.count("*") and all(map(str.isdecimal, texts)):
+            numbers = np.array(list(map(int, texts)), np.int64).reshape(len(names), -1)
+            found = self._places(numbers)
+            if filled(pattern, numbers) == list(names) and found is not None and min(found) >= 0:
+                return found
+        return super().places_of(pattern, names)
 
     def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
         return filled(pattern, self._numbers[np.array(places, np.int64)])

@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from firstlight.engine.weights.header import Header, TensorInfo
-from firstlight.engine.weights.names import Ints, Names, keys, radixes
+from firstlight.engine.weights.names import Ints, Names, keys, radixes, repeated
 from firstlight.engine.weights.shard_columns import ShardColumns, columns_of_tensors
 from firstlight.engine.weights.stock import Lazy
 
@@ -68,9 +68,8 @@ class Table(Mapping[str, TensorInfo]):
         radix = radixes(self.names.numbers)
         assert radix is not None
         found = keys(self.names.kinds, self.names.numbers, radix)
-        ordered = np.sort(found)
-        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-        return np.flatnonzero(np.isin(found, repeated)) if len(repeated) else repeated
+        several = repeated(found)
+        return np.flatnonzero(np.isin(found, several)) if len(several) else several
 
     def without_copies(self, chosen: Mapping[str, TensorInfo]) -> Table:
         """One row for each name, where its first is; of those that occur more often it is that of the file chosen."""

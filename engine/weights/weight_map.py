@@ -10,7 +10,7 @@ import numpy as np
 
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.lines import read_lines
-from firstlight.engine.weights.names import Ints, Names, keys, radixes
+from firstlight.engine.weights.names import Ints, Names, keys, radixes, repeated
 from firstlight.engine.weights.shard_columns import NAME
 from firstlight.engine.weights.table import Table
 
@@ -83,7 +83,7 @@ def _of_lines(entries: bytes, between: bytes) -> WeightMap | None:
     kinds = np.array([patterns[pattern] for pattern, _ in pairs], np.int32)[lines.ids]
     file = np.array([files[file] for _, file in pairs], np.int32)[lines.ids]
     radix = radixes(lines.numbers)
-    if radix is None or len(np.unique(keys(kinds, lines.numbers, radix))) < len(kinds):
+    if radix is None or len(repeated(keys(kinds, lines.numbers, radix))):
         return None
     return WeightMap(Names(tuple(patterns), kinds, lines.numbers), tuple(files), file)
 

@@ -17,10 +17,13 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import read_header
+from firstlight.engine.weights.header import read_header, read_text
 from firstlight.engine.weights.index import INDEX
 from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.shard_columns import columns_of
 from firstlight.engine.weights.stock import stock
+from firstlight.engine.weights.table import infos_of
+from firstlight.engine.weights.weight_map import read_weight_map
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw
@@ -47,15 +50,20 @@ def _complete(findings: tuple[Finding, ...] | list[Finding]) -> None:
 
 
 def header(data: bytes) -> None:
-    """A shard: what is read without a fatal finding lies inside the file, each byte once."""
+    """A shard: what is read without a fatal finding lies inside the file, each byte once; columns say the same."""
     path = home("header") / SHARD
     path.write_bytes(data)
+    columns = None
     try:
+        columns = columns_of(read_text(path))
         found = read_header(path)
     except Refused as refused:
+        assert columns is None
         _complete(refused.findings)
         return
     _complete(found.findings)
+    if columns is not None:
+        assert (infos_of(columns), ()) == (found.tensors, found.findings)
     if any(finding.severity == "fatal" for finding in found.findings):
         return
     length = int.from_bytes(data[:8], "little")
@@ -67,14 +75,19 @@ def header(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
-    """An index beside one shard: no tensor of the shard is lost, whatever the index says of it."""
+    """An index beside one shard: no tensor of it is lost, whatever the index says; columns say the same."""
     place = home("index")
     (place / INDEX).write_bytes(data)
+    columns = read_weight_map(data)
     try:
         found = Checkpoint.open(place)
     except Refused as refused:
         _complete(refused.findings)
         return
+    if columns is not None:
+        listed = json.loads(data)
+        assert listed.pop("weight_map") == dict(columns[0])
+        assert json.loads(columns[1]) == {"weight_map": {}, **listed}
     _complete(found.findings)
     if SHARD in found.shards:
         assert set(found.tensors) == set(SHAPES)

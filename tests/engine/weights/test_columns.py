@@ -1,0 +1,224 @@
+"""What is read of very large checkpoints as columns is what the plain parsers and the plain account say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.parallel.pieces import rank_pieces
+from firstlight.engine.weights import checkpoint as opening
+from firstlight.engine.weights import index as indexes
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.header import read_header
+from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.lines import STEP_BYTES, read_lines
+from firstlight.engine.weights.names import numbers_in
+from firstlight.engine.weights.patterns import patterns
+from firstlight.engine.weights.shard_columns import read_shard
+from firstlight.engine.weights.stock import stock
+from firstlight.engine.weights.table import Table, infos_of
+from firstlight.engine.weights.weight_map import WeightMap
+from tests.engine.weights.files import entries, raw
+from tests.engine.weights.releases import write_release
+from tests.engine.weights.test_wholesale import small_k3
+
+Change = Callable[[Path], Any]
+SHARDS = 4
+
+
+def both(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Checkpoint]:
+    """The checkpoint as columns, and tensor by tensor."""
+    plain = Checkpoint.open(home)
+    monkeypatch.setattr(opening, "MANY", 0)
+    monkeypatch.setattr(opening, "LARGE_BYTES", 0)
+    monkeypatch.setattr(indexes, "LARGE_BYTES", 0)
+    found = Checkpoint.open(home)
+    assert isinstance(plain.tensors, dict)
+    assert isinstance(found.tensors, Table)
+    return found, plain
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    config, tensors = small_k3()
+    return write_release(tmp_path / "k3", config, tensors, SHARDS)
+
+
+def shard(home: Path, number: int) -> Path:
+    return home / f"model-{number:05}-of-{SHARDS:06}.safetensors"
+
+
+def rewrite(home: Path, number: int, change: Callable[[dict[str, Any]], Any], **format: Any) -> None:
+    """A shard with another header; data are not moved."""
+    path = shard(home, number)
+    with path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    header = change(header) or header
+    text = json.dumps(header, **format).encode()
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def reindex(home: Path, change: Callable[[dict[str, str]], Any], **format: Any) -> None:
+    index = json.loads((home / INDEX).read_text())
+    index["weight_map"] = change(index["weight_map"]) or index["weight_map"]
+    (home / INDEX).write_text(json.dumps(index, **format))
+
+
+def of_shard(index: dict[str, str], path: Path) -> list[str]:
+    return [name for name, file in index.items() if file == path.name]
+
+
+def moved(header: dict[str, Any]) -> None:
+    name = list(header)[7]
+    header[name]["data_offsets"] = [offset - 2 for offset in header[name]["data_offsets"]]
+
+
+def cut(path: Path, nbytes: int) -> None:
+    with path.open("r+b") as stream:
+        stream.truncate(nbytes)
+
+
+def copied(home: Path) -> None:
+    """A tensor of the second shard, and one of another shape, in a shard of their own."""
+    first = infos_of(read_shard(shard(home, 2)))[3:5]  # type: ignore[arg-type]
+    (home / "model-00005-of-000004.safetensors").write_bytes(
+        raw(entries({first[0].name: list(first[0].shape), first[1].name: [3]}, first[0].dtype), first[0].nbytes + 6)
+    )
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda home: None,
+    "no index": lambda home: (home / INDEX).unlink(),
+    "an index in lines, sorted": lambda home: reindex(home, lambda m: dict(sorted(m.items())), indent=2),
+    "an index with escapes": lambda home: reindex(home, lambda m: {**m, "\u00e9": shard(home, 1).name}),
+    "an index of another release": lambda home: reindex(home, lambda m: {f"a.{n}": f for n, f in m.items()}),
+    "headers with blanks": lambda home: [rewrite(home, n, lambda h: None) for n in range(1, 5)],
+    "headers in another order": lambda home: [rewrite(home, n, lambda h: dict(sorted(h.items()))) for n in (2, 3)],
+    "a header in lines": lambda home: rewrite(home, 2, lambda h: None, indent=1),
+    "a shard is cut": lambda home: cut(shard(home, 2), shard(home, 2).stat().st_size - 9),
+    "a shard is cut in its header": lambda home: cut(shard(home, 2), 900),
+    "a shard is not there": lambda home: shard(home, 3).unlink(),
+    "a shard is longer": lambda home: cut(shard(home, 2), shard(home, 2).stat().st_size + 9),
+    "tensors overlap": lambda home: rewrite(home, 3, moved),
+    "a dtype is unknown": lambda home: rewrite(home, 1, lambda h: h[list(h)[4]].update(dtype="F3")),
+    "metadata is no text": lambda home: rewrite(home, 1, lambda h: {**h, "__metadata__": {"a": 1}}),
+    "a tensor has moved": lambda home: reindex(home, lambda m: {n: m[n] if i % 50 else "x" for i, n in enumerate(m)}),
+    "tensors are not listed": lambda home: reindex(home, lambda m: dict(list(m.items())[5:])),
+    "tensors are not there": lambda home: reindex(home, lambda m: {**m, "model.layers.3.w": shard(home, 2).name}),
+    "copies": copied,
+    "copies, and no index": lambda home: (copied(home), (home / INDEX).unlink()),
+    "copies that the index means": lambda home: (
+        copied(home),
+        reindex(home, lambda m: {**m, of_shard(m, shard(home, 2))[3]: "model-00005-of-000004.safetensors"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_is_what_it_is_tensor_by_tensor(change: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CHANGES[change](home)
+    found, plain = both(home, monkeypatch)
+    assert found.findings == plain.findings
+    assert list(found.tensors) == list(plain.tensors)
+    assert list(found.tensors.values()) == list(plain.tensors.values())
+    assert found.payload_bytes == plain.payload_bytes
+    some = list(plain.tensors)[:: len(plain.tensors) // 7]
+    assert [found.tensors[name] for name in some] == [plain.tensors[name] for name in some]
+    for name in ("model.layers.3.w", f"{some[-1]}.0", some[-1].replace(".5.", ".05."), "a.*.b", ""):
+        assert (name in found.tensors) == (name in plain.tensors)
+    for kind, other in zip(stock(found.tensors), stock(plain.tensors), strict=True):
+        for said in ("pattern", "names", "numbers", "range", "shapes", "dtypes", "nbytes", "is_uniform", "is_usual"):
+            assert getattr(kind, said) == getattr(other, said), said
+        assert list(kind.tensors) == list(other.tensors)
+
+
+@pytest.mark.parametrize("change", ["nothing", "copies, and no index", "tensors overlap", "a shard is not there"])
+def test_the_account_and_plans_of_reading_are_the_same(
+    change: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CHANGES[change](home)
+    found, plain = both(home, monkeypatch)
+    spec, matcher = FAMILIES.describe(plain.config)
+    ledgers = [account(one, spec, matcher) for one in (found, plain)]
+    monkeypatch.setattr("firstlight.engine.weights.ledger.MANY", 0)
+    monkeypatch.setattr("firstlight.engine.weights.wholesale.FEWEST", 2)
+    lazy = account(found, spec, matcher)
+    assert ledgers[0] == ledgers[1] == msgspec.structs.replace(lazy, fills=ledgers[0].fills)
+    if lazy.missing:
+        return
+    for mesh in (Mesh(), Mesh(tp=2, ep=3), Mesh(pp=2, ep=4)):
+        for rank in (0, mesh.world_size - 1):
+            assert rank_pieces(spec, mesh, rank, "BF16", lazy) == rank_pieces(spec, mesh, rank, "BF16", ledgers[1])
+
+
+NAMES = st.lists(
+    st.sampled_from(["a", "w1", "layers", "0", "7", "12", "007", "345", "", "x-3", "e\u00e9", "*", "%d"]),
+    min_size=1,
+    max_size=5,
+).map(".".join)
+
+
+@settings(max_examples=60, database=None)
+@given(st.lists(st.tuples(NAMES, st.sampled_from([[], [2], [3, 5], [0]])), min_size=1, max_size=9), st.booleans())
+def test_a_header_is_what_it_is_entry_by_entry(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[str, list[int]]], compact: bool
+) -> None:
+    header = entries(dict(shapes))
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    path = tmp_path_factory.getbasetemp() / "a.safetensors"
+    text = json.dumps(header, separators=(",", ":") if compact else None, ensure_ascii=False).encode()
+    path.write_bytes(raw(text, end))
+    found, plain = read_shard(path), read_header(path)
+    assert not plain.findings
+    is_odd = any(name == "" or "*" in name or not name.isascii() or numbers_in(name) is None for name in header)
+    tensors = found.tensors if hasattr(found, "tensors") else infos_of(found)
+    assert tensors == plain.tensors
+    assert is_odd or not hasattr(found, "tensors")
+
+
+def test_numbers_of_lines_are_those_of_the_text() -> None:
+    """Texts of several steps, numbers of every length."""
+    rng = np.random.default_rng(0)
+    drawn = [int(rng.integers(10 ** int(digits), 10 ** int(digits + 1))) for digits in rng.integers(0, 16, 3 * 6000)]
+    names = [f"model.{a}.w1.{b}.x2y.{c}" for a, b, c in zip(*[iter(drawn)] * 3, strict=True)]
+    text = '","'.join(f'{name}":"file-{place % 3}' for place, name in enumerate(names)) + '"'
+    assert len(text) > STEP_BYTES / 2
+    found = read_lines(text.encode(), b'","')
+    assert found is not None
+    assert found.numbers.ravel().tolist() == drawn
+    assert found.forms == [f'model.*.w1.*.x2y.*":"file-{place}' for place in range(3)]
+    assert found.ids.tolist() == [place % 3 for place in range(len(names))]
+    assert patterns(names[:1]) == [re.sub(r'".*', "", found.forms[0])]
+    for odd in (b'a.01":"f"', b'a\\u0031":"f"', 'é":"f"'.encode(), b'a.*":"f"', b'a.12345678901234567":"f"'):
+        assert read_lines(odd, b'","') is None
+
+
+def test_an_index_of_many_is_columns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = indexes.read_index(home)
+    monkeypatch.setattr(indexes, "LARGE_BYTES", 0)
+    found = indexes.read_index(home)
+    assert plain is not None
+    assert found is not None
+    assert isinstance(found.weight_map, WeightMap)
+    assert dict(found.weight_map) == plain.weight_map
+    assert (found.stated_bytes, found.findings) == (plain.stated_bytes, plain.findings)
+    twice = (home / INDEX).read_text().replace('"weight_map":{', '"weight_map":{"model.3.a":"x",', 1)
+    (home / INDEX).write_text(twice.replace('"weight_map":{', '"weight_map":{"model.3.a":"y",', 1))
+    again = indexes.read_index(home)
+    assert again is not None
+    assert [finding.code for finding in again.findings] == ["stale-index"]
