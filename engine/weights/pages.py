@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the wide
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 32 << 20  # smaller ranges are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
-LAST_PAGES = 4  # that tell the pace
+LAST_PAGES = 2  # that tell the pace: a slow one takes as long as seven in small pages
 JOINING_SHARE = 0.1  # of the time may go into joining pages while the process computes
 BUSY_SHARE = 0.05  # of one core: more than that, and the process computes
 LEAST_WORK_S, LONGEST_REST_S = 1e-3, 1.0
@@ -294,7 +294,7 @@ class _Pace:
     def turns_slow(self) -> bool:
         """Whether it has become slow since the last question; it never becomes fast again."""
         slow = sum(seconds > self.slow_s for seconds in self._took_s)
-        if self.is_slow or slow * 4 < LAST_PAGES * 3:
+        if self.is_slow or slow < LAST_PAGES:
             return False
         self.is_slow, self.slow_page_s = True, statistics.median_high(self._took_s)
         return True

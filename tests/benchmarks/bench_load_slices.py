@@ -75,7 +75,7 @@ def alone(name: str, directory: Path) -> None:
     import safetensors.torch  # noqa: F401 - imports are not part of a load
     import torch
 
-    import firstlight.engine.model.families
+    import firstlight.engine.model.families.llama
     import firstlight.engine.weights.ledger
     import firstlight.engine.weights.loader  # noqa: F401
 

@@ -14,6 +14,8 @@ import resource
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -29,13 +31,13 @@ from firstlight.engine.weights.sources.base import (
     unread,
 )
 from firstlight.engine.weights.sources.native import Native, native
-from firstlight.engine.weights.sources.trial import Cheaper, Trial
+from firstlight.engine.weights.sources.trial import ROWS_TURN_BYTES, Cheaper, Gaps, Trial
 
 Method = Literal["auto", "buffered", "direct"]
 BLOCK_BYTES = 4096  # what O_DIRECT aligns offsets, lengths and memory to, on every disk there is
 HUGE_PAGE_BYTES = 2 << 20  # one for each read past the cache: in small pages a request is a list of 256 places
 DIRECT_BYTES = HUGE_PAGE_BYTES - 2 * BLOCK_BYTES  # of one read past the cache
-THROUGH_BYTES = 16 << 10  # between two shares of rows, that are read with them sooner than in another request
+ALONE_BYTES = 32 << 10  # of a share of a row that is worth a read of its own past the cache
 NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth being called for
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 NOT_THERE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)  # without waiting, or without asking so at all
@@ -54,7 +56,10 @@ class LocalFiles:
         self.usage = Usage()
         self.method = method
         self.trial = Trial()
-        self.ranges, self.rows = Cheaper("mapped", "read"), Cheaper("mapped", "read")  # out of the page cache
+        self.gaps = Gaps()
+        self.has_shares = False  # of rows to be read: then what comes next in a file is not what will be wanted next
+        self.ranges = Cheaper("mapped", "read")  # out of the page cache
+        self._rows: dict[tuple[int, int], Cheaper] = {}
         self._cached_shape = replace(LOCAL_SHAPE, in_flight=min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0))))
         self._spare: list[Buffer] = []
         self._compiling = threading.Lock()
@@ -88,8 +93,14 @@ class LocalFiles:
         ways = {"cached": "from the page cache", "buffered": "through it", "direct": "past it (O_DIRECT)"}
         parts = [f"{counts[kind] / 1e6:,.0f} MB {text}" for kind, text in ways.items() if counts.get(kind)]
         if counts.get("buffered") or counts.get("direct"):
-            parts.append(f"for which the disk gave {counts.get('disk', 0) / 1e6:,.0f} MB")
-        return ", ".join(parts) + (f"; {self.trial.verdict}" if self.trial.verdict else "")
+            asked, given = (counts.get(kind, 0) / 1e6 for kind in ("asked", "disk"))
+            parts.append(f"for which {asked:,.0f} MB were asked of the disk, and it gave {given:,.0f} MB")
+        return "; ".join((", ".join(parts), *filter(None, (self.trial.verdict, self.gaps.verdict))))
+
+    def rows(self, span_bytes: int, stride_bytes: int) -> Cheaper:
+        """Which way shares of about such rows come out of the page cache."""
+        kind = span_bytes.bit_length(), stride_bytes.bit_length()
+        return self._rows.setdefault(kind, Cheaper("mapped", "read", turn_bytes=ROWS_TURN_BYTES))
 
     def native(self, nbytes: int) -> Native | None:
         """What is compiled, for a piece of memory that is worth it; None: there is only Python."""
@@ -156,6 +167,8 @@ class LocalFile:
             os.close(self._descriptor)
             raise unread(str(path), 0, 0, "not a regular file")
         source.note(path, found)
+        if source.has_shares:
+            self._read_no_further()
 
     def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
         pending, source = buffers, self._source
@@ -179,29 +192,55 @@ class LocalFile:
             done = self._rows_from_cache(offsets, target, span_bytes) if source.method == "auto" and NO_WAIT else 0
             source.usage.add("cached", done * span_bytes)
             if done < count:
-                self._rows_from_disk(offsets[done:], target[done * span_bytes :], span_bytes, stride_bytes)
+                self._rows_from_disk(offsets[done:], target[done * span_bytes :], span_bytes)
         except OSError as error:
             raise unread(str(self.path), offset_bytes, target.nbytes, str(error.strerror)) from error
         source.usage.add("disk", _disk_bytes() - from_disk)
 
-    def _rows_from_disk(self, offsets: range, target: memoryview, span: int, stride: int) -> None:
-        source, started_s = self._source, time.perf_counter()
-        method = source.trial.method() if source.method == "auto" else source.method
-        is_near = stride - span <= THROUGH_BYTES and span <= DIRECT_BYTES
-        if method == "direct" and is_near and self._direct_descriptor() is not None:
-            self._rows_direct(offsets, target, span)
+    def _rows_from_disk(self, offsets: range, target: memoryview, span: int) -> None:
+        """Shares of rows with what is between them, or one by one, whichever is sooner done."""
+        source, stride = self._source, offsets.step
+        method, descriptor = self._cold_way()
+        is_settled = source.method != "auto" or bool(source.trial.verdict)
+        is_together = source.gaps.is_together(method, span, stride, len(offsets), is_settled)
+        self._read_no_further()
+        if is_together and span <= DIRECT_BYTES:
+            asked = _in_blocks(offsets[0], offsets[-1] + span)
+            with self._read_of(method, asked, target.nbytes):
+                self._rows_together(descriptor, offsets, target, span)
         else:
-            method = "buffered"
-            self._rows_to_come(offsets, span, stride)
-            self._rows_buffered(offsets, target, span)
-        source.usage.add(method, target.nbytes)
-        if source.method == "auto":
-            source.trial.took(method, target.nbytes, started_s, time.perf_counter())
+            self._rows_apart(method, offsets, target, span)
 
-    def _rows_direct(self, offsets: range, target: memoryview, span: int) -> None:
-        """Many rows by one read past the cache, with what is between them; their shares are copied from there."""
-        descriptor, stride, at = self._direct_descriptor(), offsets.step, 0
-        assert descriptor is not None
+    @contextmanager
+    def _read_of(self, method: Method, asked: int, delivered: int) -> Iterator[None]:
+        """`asked` bytes in one run, on whose time ways are judged."""
+        source = self._source
+        started_s = source.gaps.begin(method, asked)
+        try:
+            yield
+        finally:
+            ended_s = source.gaps.end(method, asked)
+        source.usage.add(method, delivered)
+        source.usage.add("asked", asked)
+        if source.method == "auto":
+            source.trial.took(method, asked, started_s, ended_s)
+
+    def _read_no_further(self) -> None:
+        """Have the system read what is asked for, and not what comes behind it."""
+        self._source.has_shares = True
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _cold_way(self) -> tuple[Method, int]:
+        """How what the page cache lacks is read now, and the descriptor for it."""
+        source = self._source
+        method = source.trial.method() if source.method == "auto" else source.method
+        direct = self._direct_descriptor() if method == "direct" else None
+        return ("buffered", self._descriptor) if direct is None else ("direct", direct)
+
+    def _rows_together(self, descriptor: int, offsets: range, target: memoryview, span: int) -> None:
+        """Many rows by one read, with what is between them; their shares are copied from there."""
+        stride, at = offsets.step, 0
         each = max(1, (DIRECT_BYTES - span) // stride + 1)
         buffer = self._source.take_buffer()
         try:
@@ -215,9 +254,32 @@ class LocalFile:
         finally:
             self._source.give_buffer(buffer)
 
+    def _rows_apart(self, method: Method, offsets: range, target: memoryview, span: int) -> None:
+        """One read a row; small ones through the cache, which has many of them under way at once."""
+        source, is_alone = self._source, method == "direct" and span >= ALONE_BYTES
+        source.gaps.begin_rows(len(offsets))
+        try:
+            done = 0 if is_alone else self._rows_through_cache(offsets, target, span)
+            for row, offset in enumerate(offsets[done:], done):
+                own = [target[row * span : (row + 1) * span]]
+                (self._read_direct if is_alone else self._read_buffered)(offset, own, offset + span)
+        finally:
+            source.gaps.end_rows(len(offsets))
+        source.usage.add("direct" if is_alone else "buffered", target.nbytes)
+        source.usage.add("asked", sum(_in_blocks(offset, offset + span) for offset in offsets))
+
+    def _rows_through_cache(self, offsets: range, target: memoryview, span: int) -> int:
+        """How many rows were read; the rest is to come by itself."""
+        compiled = self._source.native(target.nbytes)
+        if compiled is not None:
+            return compiled.read_rows(self._descriptor, offsets[0], target, span, offsets.step)
+        for offset in offsets if hasattr(os, "posix_fadvise") else ():
+            os.posix_fadvise(self._descriptor, offset, span, os.POSIX_FADV_WILLNEED)
+        return 0
+
     def _fill(self, descriptor: int, buffer: Buffer, start: int, end: int) -> None:
         """Bytes [start, end) into the buffer, from a block's start on; what is read behind them is of no use."""
-        done, wanted = 0, -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES
+        done, wanted = 0, _in_blocks(start, end)
         while start + done < end:
             count = os.preadv(descriptor, [buffer.bytes[done:wanted]], start + done)
             done += count
@@ -233,17 +295,9 @@ class LocalFile:
         for row in range(target.nbytes // span):
             ctypes.memmove(place + row * span, address + row * stride, span)
 
-    def _rows_buffered(self, offsets: range, target: memoryview, span: int) -> None:
-        """One call a row, wherever it is."""
-        compiled, done = self._source.native(target.nbytes), 0
-        if compiled is not None:
-            done = compiled.read_rows(self._descriptor, offsets[0], target, span, offsets.step)
-        for row, offset in enumerate(offsets[done:], done):
-            self._read_buffered(offset, [target[row * span : (row + 1) * span]], offset + span)
-
     def _rows_from_cache(self, offsets: range, target: memoryview, span: int) -> int:
         """How many rows, from the first on, the page cache gave without waiting for the disk."""
-        compiled, ways = self._source.native(target.nbytes), self._source.rows
+        compiled, ways = self._source.native(target.nbytes), self._source.rows(span, offsets.step)
         if compiled is None:
             return self._rows_one_by_one(offsets, target, span)
         way, before_s = ways.way(), time.thread_time()
@@ -263,16 +317,6 @@ class LocalFile:
             if error.errno not in NOT_THERE:
                 raise
         return done
-
-    def _rows_to_come(self, offsets: range, span: int, stride: int) -> None:
-        """Have the system begin to read the pages that hold these shares, or all of them where that is half of all."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        if 2 * (span + BLOCK_BYTES) >= stride:
-            os.posix_fadvise(self._descriptor, offsets[0], len(offsets) * stride, os.POSIX_FADV_WILLNEED)
-            return
-        for offset in offsets:
-            os.posix_fadvise(self._descriptor, offset, span, os.POSIX_FADV_WILLNEED)
 
     def check(self) -> None:
         """Whoever wrote to the file since it was first looked at left another size, time or number."""
@@ -312,16 +356,9 @@ class LocalFile:
         return pending
 
     def _read_cold(self, offset: int, pending: list[memoryview], nbytes: int, end: int) -> None:
-        source, started_s = self._source, time.perf_counter()
-        method = source.trial.method() if source.method == "auto" else source.method
-        if method == "direct" and self._direct_descriptor() is not None:
-            self._read_direct(offset, pending, end)
-        else:
-            method = "buffered"
-            self._read_buffered(offset, pending, end)
-        source.usage.add(method, nbytes)
-        if source.method == "auto":
-            source.trial.took(method, nbytes, started_s, time.perf_counter())
+        method, _ = self._cold_way()
+        with self._read_of(method, _in_blocks(offset, end), nbytes):
+            (self._read_direct if method == "direct" else self._read_buffered)(offset, pending, end)
 
     def _read_buffered(self, offset: int, pending: list[memoryview], end: int) -> None:
         while pending:
@@ -377,6 +414,11 @@ def _disk_bytes() -> int:
     """What this thread had the disk read so far, pages ahead included; 0 where the system does not tell."""
     whose = getattr(resource, "RUSAGE_THREAD", None)
     return 0 if whose is None else resource.getrusage(whose).ru_inblock * 512
+
+
+def _in_blocks(start: int, end: int) -> int:
+    """Bytes of the blocks that hold [start, end)."""
+    return -(-end // BLOCK_BYTES) * BLOCK_BYTES - start // BLOCK_BYTES * BLOCK_BYTES
 
 
 def _version(found: os.stat_result) -> str:

@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstdint>
 #include <cstring>
+#include <fcntl.h>
 #include <mutex>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -27,7 +28,7 @@ namespace {
 constexpr int64_t PAGE = 4096;          // a larger page of the system only makes a mapping begin earlier than it must
 constexpr int64_t WINDOW = 2 << 20;     // mapped at a time: mappings count as resident memory
 constexpr int64_t PROBE = 128 << 10;    // the page cache is asked for a byte in every so many
-constexpr int64_t DENSE = 8;            // rows of which at least one byte in so many is wanted are mapped at once
+constexpr int64_t UNDER_WAY = 128;      // rows that the system is told of ahead of the one that is waited for
 
 struct Guard {
     sigjmp_buf back;
@@ -171,18 +172,14 @@ int64_t firstlight_take_rows(int file, int64_t offset, char *target, int64_t cou
     while (done < count) {
         int64_t rows = count - done < each ? count - done : each;
         int64_t start = offset + done * stride, nbytes = (rows - 1) * stride + span;
-        bool at_once = span * DENSE >= stride;
-        for (int64_t row = 0; row < rows; row += apart) {
+        for (int64_t row = 0; row < rows; row += apart)
             if (cached(file, start + row * stride, span) < span) return done;
-            // What is between rows is never read for their sake: mapped with them only if it is there as well.
-            at_once = at_once && is_cached(file, start + row * stride + (span + stride) / 2);
-        }
         if (cached(file, start + nbytes - span, span) < span) return done;
         char *to = target + done * span;
         auto take = [=](const char *from) {
             for (int64_t row = 0; row < rows; row++) copy(to + row * span, from + row * stride, span);
         };
-        if (!from_mapping(file, start, nbytes, at_once, take)) return done;
+        if (!from_mapping(file, start, nbytes, false, take)) return done;
         done += rows;
     }
     return done;
@@ -197,9 +194,11 @@ int64_t firstlight_try_rows(int file, int64_t offset, char *target, int64_t coun
     return count;
 }
 
-// Reads shares of rows one after the other, from wherever they are; how many were read whole, or -errno.
+// Reads shares of rows, from wherever they are, many of them under way at once; how many were read whole, or -errno.
 int64_t firstlight_read_rows(int file, int64_t offset, char *target, int64_t count, int64_t span, int64_t stride) {
-    for (int64_t row = 0; row < count; row++) {
+    for (int64_t row = 0, told = 0; row < count; row++) {
+        for (; told < count && told < row + UNDER_WAY; told++)
+            posix_fadvise(file, offset + told * stride, span, POSIX_FADV_WILLNEED);
         for (int64_t done = 0; done < span;) {
             ssize_t found = pread(file, target + row * span + done, span - done, offset + row * stride + done);
             if (found < 0 && errno == EINTR) continue;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Literal
 
 PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
@@ -13,6 +14,10 @@ PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
 )  # bytes read in either way before one is chosen, and whether they count
 CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it
 TURN_BYTES = 16 << 20  # copied in each way before one is chosen
+ROWS_TURN_BYTES = 4 << 20  # the same of shares of rows of one kind, which are fewer
+BYTES_A_S, REQUESTS_A_S = 1e9, 5e4  # what a disk is taken for, and for how long, before it is measured
+GUESS_S = 0.01
+CLEARLY_MORE = 4  # times what one more request costs, or less than that part of it: a gap of which nothing is in doubt
 
 
 class Trial:
@@ -21,7 +26,7 @@ class Trial:
     The first cold bytes go through the cache, then as many past it, each by all readers together; then the faster way
     is kept to. What each costs at first (memory, a descriptor for each file, pages that were asked for ahead by the
     other way) is not counted. Loads with little to read go through the cache, which then serves the next one. Bytes are
-    those delivered, whatever the disk gave for them.
+    those asked for, with what lies between shares of rows and is read with them.
     """
 
     def __init__(self) -> None:
@@ -65,15 +70,103 @@ class Trial:
         self._chosen = "direct" if words == "past" else "buffered"
 
 
+class Pipe:
+    """What is under way of one kind, and how much of it a second brings while any of it is."""
+
+    def __init__(self, rate: float) -> None:
+        """`rate`: a guess, until more is known."""
+        self.under_way = 0
+        self._done, self._busy_s, self._since_s = rate * GUESS_S, GUESS_S, 0.0
+
+    def begin(self, amount: int, now_s: float) -> None:
+        if not self.under_way:
+            self._since_s = now_s
+        self.under_way += amount
+
+    def end(self, amount: int, now_s: float) -> None:
+        self.under_way -= amount
+        self._done += amount
+        self._busy_s, self._since_s = self._busy_s + now_s - self._since_s, now_s
+
+    @property
+    def rate(self) -> float:
+        return self._done / self._busy_s
+
+    @property
+    def is_measured(self) -> bool:
+        return self._busy_s > 2 * GUESS_S
+
+
+class Gaps:
+    """Whether shares of rows are read with what lies between them, or in a request for each.
+
+    A gap is worth a request where it takes longer to be read: what a disk gives in a second, by the requests it answers
+    in one, both as measured on the load itself. Disks that reach one of these limits have the other one free, so rows
+    with gaps of about that size go the way on which they are done first, behind what is under way there.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = {"buffered": Pipe(BYTES_A_S), "direct": Pipe(BYTES_A_S)}
+        self.requests = Pipe(REQUESTS_A_S)
+        self._lock = threading.Lock()
+
+    def begin(self, method: str, asked_bytes: int) -> float:
+        """Bytes are being read: when that began."""
+        with self._lock:
+            now_s = time.perf_counter()
+            self.bytes[method].begin(asked_bytes, now_s)
+            return now_s
+
+    def end(self, method: str, asked_bytes: int) -> float:
+        with self._lock:
+            now_s = time.perf_counter()
+            self.bytes[method].end(asked_bytes, now_s)
+            return now_s
+
+    def begin_rows(self, rows: int) -> None:
+        """So many requests are being made, one a row."""
+        with self._lock:
+            self.requests.begin(rows, time.perf_counter())
+
+    def end_rows(self, rows: int) -> None:
+        with self._lock:
+            self.requests.end(rows, time.perf_counter())
+
+    def is_together(self, method: str, span_bytes: int, stride_bytes: int, rows: int, is_settled: bool = True) -> bool:
+        """Whether so many rows are to be read with what is between them. `is_settled`: `method` is not on trial."""
+        with self._lock:
+            whole, requests, gap = self.bytes[method], self.requests, stride_bytes - span_bytes
+            worth = whole.rate / requests.rate
+            if not is_settled or not worth / CLEARLY_MORE <= gap <= worth * CLEARLY_MORE:
+                return gap <= worth
+            together_s = (whole.under_way + rows * stride_bytes) / whole.rate
+            apart_s = (requests.under_way + rows) / requests.rate + rows * span_bytes / whole.rate
+            return together_s <= apart_s
+
+    @property
+    def verdict(self) -> str:
+        """What a request was found to cost; empty before it is known."""
+        known = [pipe for pipe in self.bytes.values() if pipe.is_measured]
+        if not known or not self.requests.is_measured:
+            return ""
+        rate = max(pipe.rate for pipe in known)
+        return (
+            f"of shares of rows a request takes as long as {rate / self.requests.rate / 1e3:.0f} KB between them "
+            f"({self.requests.rate:,.0f} requests a second, or {rate / 1e9:.2f} GB/s)"
+        )
+
+
 class Cheaper:
     """Which of several ways of copying takes less of the processor's time a byte.
 
     Out of the page cache that is either reading or mapping: mapping is a third cheaper where the cache holds a file in
-    large pieces, as it does what was written or read in order, and twice as dear where it holds single pages.
+    large pieces, as it does what was written or read in order, and twice as dear where it holds single pages. Of shares
+    of rows, short ones that are near each other are cheaper mapped, and others read.
     """
 
-    def __init__(self, *ways: str) -> None:
+    def __init__(self, *ways: str, turn_bytes: int = TURN_BYTES) -> None:
         self._ways = ways
+        self._turn_bytes = turn_bytes
         self._seconds = dict.fromkeys(ways, 0.0)
         self._bytes = dict.fromkeys(ways, 0)
         self._lock = threading.Lock()
@@ -90,5 +183,5 @@ class Cheaper:
         with self._lock:
             self._bytes[way] += nbytes
             self._seconds[way] += seconds
-            if min(self._bytes.values()) >= TURN_BYTES:
+            if min(self._bytes.values()) >= self._turn_bytes:
                 self._chosen = min(self._ways, key=lambda one: self._seconds[one] / self._bytes[one])

@@ -6,13 +6,14 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.readers import Job, Piece, read_jobs, read_pieces
-from firstlight.engine.weights.sources import local
+from firstlight.engine.weights.sources import local, trial
 from firstlight.engine.weights.sources import native as compiled_reads
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
 from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
@@ -259,7 +260,66 @@ def test_every_way_of_reading_gives_the_same_bytes(files: dict[Path, bytes], met
             read_pieces([Rows(path.name, 55, memoryview(target), span, stride)], 2, source=source)
             assert bytes(target) == shares(content, 55, count, span, stride)
         if method != "auto":
-            assert set(source.usage.counts()) <= {method, "buffered", "disk"}
+            assert set(source.usage.counts()) <= {method, "buffered", "asked", "disk"}
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("method", ["direct", "buffered"])
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_rows_are_the_same_with_and_without_what_is_between_them(
+    files: dict[Path, bytes], together: bool, method: Method, has_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last byte of a file, rows longer than a buffer too; behind its end lies nothing. Asked bytes count."""
+    monkeypatch.setattr(local.Gaps, "is_together", lambda *_: together)
+    monkeypatch.setattr(local, "NATIVE_BYTES", 1)
+    if not has_compiler:
+        monkeypatch.setattr(local, "native", lambda: None)
+    path, content = list(files.items())[2]
+    for span, stride in ((700, 2500), (2048, 50_000), (40_000, 100_000), (3 << 20, 4 << 20)):
+        count = (len(content) - span) // stride + 1
+        start = len(content) - (count - 1) * stride - span
+        source, target = LocalFiles(method=method), bytearray(count * span)
+        read_pieces([Rows(str(path), start, memoryview(target), span, stride)], 2, source=source)
+        assert bytes(target) == shares(content, start, count, span, stride)
+        assert source.usage["direct"] + source.usage["buffered"] == count * span
+        alone = count * (span + 2 * local.BLOCK_BYTES)
+        assert count * span <= source.usage["asked"] <= (len(content) + 64 * local.BLOCK_BYTES if together else alone)
+        with pytest.raises(Refused) as refused:
+            read_pieces([Rows(str(path), start + 1, memoryview(target), span, stride)], 2, source=source)
+        assert refused.value.findings[0].code == "truncated-shard"
+
+
+def test_gaps_are_read_or_left_out_whichever_is_sooner_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a disk was found to give; where that is about the same, by what is under way on either side."""
+    now_s = 0.0
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    gaps = trial.Gaps()
+    assert gaps.verdict == ""
+    gaps.begin("direct", 2_000_000_000)
+    gaps.begin_rows(100_000)
+    now_s = 1.0
+    gaps.end("direct", 2_000_000_000)
+    gaps.end_rows(100_000)
+    assert "20 KB" in gaps.verdict
+    assert gaps.is_together("direct", 512, 4096, 100), "a fifth of a request"
+    assert not gaps.is_together("direct", 16_384, 131_072, 100), "six requests"
+    for gap in (15_000, 25_000):
+        gaps.begin("direct", 1 << 30)
+        assert not gaps.is_together("direct", 2048, 2048 + gap, 100)
+        assert gaps.is_together("direct", 2048, 2048 + gap, 100, False) == (gap < 20_000), "nothing is tried on trial"
+        gaps.begin_rows(100_000)
+        gaps.end("direct", 1 << 30)
+        assert gaps.is_together("direct", 2048, 2048 + gap, 100)
+        gaps.end_rows(100_000)
+
+
+def test_kinds_of_rows_have_a_way_out_of_the_page_cache_each() -> None:
+    source = LocalFiles()
+    for way, costs in (("mapped", 1.0), ("read", 2.0)):
+        source.rows(512, 4096).took(way, 8 << 20, costs)
+        source.rows(2048, 16_384).took(way, 8 << 20, 1 / costs)
+    assert source.rows(600, 5000).way() == "mapped"
+    assert source.rows(2048, 16_384).way() == "read"
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -280,14 +340,14 @@ def test_a_file_that_is_written_to_while_it_is_read_is_an_error(tmp_path: Path) 
 def test_the_faster_way_is_found_by_trying_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads through the cache first, then past it; whichever took less time for as many bytes is kept to."""
     for cost, chosen in (({"buffered": 1.0, "direct": 0.5}, "direct"), ({"buffered": 1.0, "direct": 2.0}, "buffered")):
-        trial = local.Trial()
+        ways = local.Trial()
         now_s = 0.0
         for _ in range(200):
-            method = trial.method()
+            method = ways.method()
             started_s, now_s = now_s, now_s + cost[method] * (8 << 20) / 1e9
-            trial.took(method, 8 << 20, started_s, now_s)
-        assert trial.method() == chosen
-        assert "GB/s" in trial.verdict
+            ways.took(method, 8 << 20, started_s, now_s)
+        assert ways.method() == chosen
+        assert "GB/s" in ways.verdict
     quick = local.Trial()
     quick.took("buffered", 8 << 20, 0.0, 1.0)
     assert (quick.method(), quick.verdict) == ("buffered", ""), "little is read: the cache serves the next start"
