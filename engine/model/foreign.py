@@ -32,7 +32,7 @@ class ForeignSpec(ModelSpec, frozen=True, kw_only=True):
 
     by: str
 
-    def parameters(self) -> tuple[Param, ...]:
+    def parameters(self, share: tuple[int, int] = (0, 1)) -> tuple[Param, ...]:
         """None that are ours to lay out."""
         return ()
 

@@ -53,7 +53,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     directory: str
     config: dict[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    tensors: dict[str, TensorInfo] | Table
     shards: tuple[str, ...]
     side_files: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -141,7 +141,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused(broken)
 
 
-def payload_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+def payload_bytes(tensors: dict[str, TensorInfo] | Table) -> int:
     """Of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors.values()) if isinstance(tensors, dict) else tensors.nbytes
 
@@ -225,7 +225,7 @@ def _unread(tensor: TensorInfo, why: Finding) -> Finding:
 
 def _headers(
     directory: Path, source: ByteSource, files: Sequence[str], index: Index | None
-) -> tuple[Mapping[str, TensorInfo], list[Finding], list[str]]:
+) -> tuple[dict[str, TensorInfo] | Table, list[Finding], list[str]]:
     """All tensors by name, what is wrong with the files, and the files whose header could not be read at all."""
     read = _read(paths_of(directory, source, files), index)
     broken = [file for file, header in zip(files, read, strict=True) if isinstance(header, Refused)]

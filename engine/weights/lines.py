@@ -8,11 +8,12 @@ parsers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.integer[Any]]
 STEP_BYTES = 1 << 19  # of text worked on at a time, so that arrays stay in the processor's caches
 MOST_NUMBERS = 6  # of a line
 MOST_DIGITS = 16
@@ -27,11 +28,11 @@ class Lines(NamedTuple):
     """
 
     forms: list[str]
-    ids: NDArray[np.int32]
-    numbers: NDArray[np.int64]
+    ids: Ints
+    numbers: Ints
 
 
-def read_lines(text: bytes, between: bytes) -> Lines | None:
+def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
     """What stands between occurrences of `between`, the first byte of which ends each line and the text.
 
     Numbers are what a name has between its dots, or behind the last, and the two at the end of an entry of a header:
@@ -43,8 +44,8 @@ def read_lines(text: bytes, between: bytes) -> Lines | None:
         return None
     known: dict[bytes, int] = {}
     stars: list[int] = []  # of each form
-    ids: list[NDArray[np.int32]] = []
-    numbers: list[NDArray[np.int64]] = []
+    ids: list[Ints] = []
+    numbers: list[Ints] = []
     lines = 0
     for part in _parts(text, between):
         collapsed = _collapse(part)
@@ -63,24 +64,24 @@ def read_lines(text: bytes, between: bytes) -> Lines | None:
         if counts.sum() != len(collapsed[1]) or counts.max() > MOST_NUMBERS:
             return None
         numbers.append(_by_line(collapsed[1], counts))
-    most = max(part.shape[1] for part in numbers)
+    most = max(of_it.shape[1] for of_it in numbers)
     table = np.zeros((lines, most), np.int64)
-    for part, stop in zip(numbers, np.cumsum([len(part) for part in numbers]), strict=True):
-        table[stop - len(part) : stop, : part.shape[1]] = part
+    for of_it, stop in zip(numbers, np.cumsum([len(of_it) for of_it in numbers]), strict=True):
+        table[stop - len(of_it) : stop, : of_it.shape[1]] = of_it
     return Lines([form.decode() for form in known], np.concatenate(ids), table)
 
 
-def _parts(text: bytes, between: bytes) -> Iterator[bytes]:
+def _parts(text: bytes | bytearray, between: bytes) -> Iterator[bytes]:
     """The text in parts of about `STEP_BYTES` that end where lines do, each with the byte that ends its last line."""
     start = 0
     while start < len(text):
         stop = text.find(between, start + STEP_BYTES)
         stop = len(text) - 1 if stop < 0 else stop
-        yield text[start : stop + 1]
+        yield bytes(text[start : stop + 1])
         start = stop + len(between)
 
 
-def _collapse(text: bytes) -> tuple[bytes, NDArray[np.int64]] | None:
+def _collapse(text: bytes) -> tuple[bytes, Ints] | None:
     """The text, less its last byte, with `*` for numbers, and the numbers; None where one has a zero before it, or too
     many digits.
     """
@@ -105,7 +106,7 @@ def _collapse(text: bytes) -> tuple[bytes, NDArray[np.int64]] | None:
     return collapsed[kept].tobytes()[len(_PAD) : -2], numbers_before(text, stops, lengths)
 
 
-def _are_numbers(codes: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _are_numbers(codes: NDArray[np.uint8], starts: Ints, stops: Ints) -> NDArray[np.bool_]:
     """Which runs of digits are parts of names, or the two at the end of an entry of a header."""
     before, after = codes[starts - 1], codes[stops]
     last = (after == _BRACKET) & (codes[stops + 1] == _BRACE)
@@ -114,7 +115,7 @@ def _are_numbers(codes: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDA
     return chosen
 
 
-def numbers_before(text: bytes, stops: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def numbers_before(text: bytes, stops: Ints, lengths: Ints) -> Ints:
     """The numbers of 1 to `MOST_DIGITS` digits that end before `stops`; so many bytes of text stand before each."""
     eights = np.ndarray((len(text) - 7,), "<u8", text, strides=(1,))  # from each place on
     values = _of_eight(eights[stops - 8], np.minimum(lengths, 8))
@@ -123,7 +124,7 @@ def numbers_before(text: bytes, stops: NDArray[np.int64], lengths: NDArray[np.in
     return values
 
 
-def _of_eight(digits: NDArray[np.uint64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _of_eight(digits: NDArray[np.uint64], lengths: Ints) -> Ints:
     """The numbers that the last `lengths` of eight bytes each spell: neighbours are added in pairs, fours and eights.
 
     Source: D. Lemire, "Quickly parsing eight digits" (2018).
@@ -135,7 +136,7 @@ def _of_eight(digits: NDArray[np.uint64], lengths: NDArray[np.int64]) -> NDArray
     return (fours * np.uint64(10_000 << 32 | 1) >> np.uint64(32)).astype(np.int64)
 
 
-def _by_line(numbers: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _by_line(numbers: Ints, counts: Ints) -> Ints:
     """Numbers in one row a line, of which each has its count."""
     table = np.zeros((len(counts), int(counts.max())), np.int64)
     first = np.cumsum(counts) - counts

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from firstlight.engine.weights.lines import Ints
 from firstlight.engine.weights.patterns import patterns
 
-Ints = NDArray[np.int64]
 _MOST_KEYS = 1 << 62
 _MOST_DIGITS = 18
 _NUMBER = re.compile(r"\.(\d+)(?=\.|\Z)")

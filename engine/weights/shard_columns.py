@@ -23,8 +23,8 @@ from firstlight.engine.weights.header import (
     kind_bytes,
     read_text,
 )
-from firstlight.engine.weights.lines import Lines, read_lines
-from firstlight.engine.weights.names import Ints, keys, radixes, repeated
+from firstlight.engine.weights.lines import Ints, Lines, read_lines
+from firstlight.engine.weights.names import keys, radixes, repeated
 from firstlight.engine.weights.sources.base import AnyPath
 
 NAME = r'([^"\\{}\[\],:\x00-\x1f]*)'
@@ -75,7 +75,7 @@ def columns_of(written: HeaderText) -> ShardColumns | None:
     forms, lines = read
     (starts, stops), numbers = _offsets(forms, lines)
     nbytes = np.array([form.nbytes for form in forms])[lines.ids]
-    order = slice(None)
+    order: slice | Ints = slice(None)
     if not _is_whole(starts, stops, size - 8 - length):
         order = np.lexsort((nbytes, starts))
         starts, stops = starts[order], stops[order]

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from firstlight.engine.weights.names import Ints, filled, keys, numbers_in, radixes
+from firstlight.engine.weights.lines import Ints
+from firstlight.engine.weights.names import filled, keys, numbers_in, radixes
 from firstlight.engine.weights.patterns import bare
 from firstlight.engine.weights.stock import Kind
 from firstlight.engine.weights.table import Rows, Table

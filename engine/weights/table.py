@@ -9,7 +9,8 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from firstlight.engine.weights.header import Header, TensorInfo
-from firstlight.engine.weights.names import Ints, Names, keys, radixes, repeated
+from firstlight.engine.weights.lines import Ints
+from firstlight.engine.weights.names import Names, keys, radixes, repeated
 from firstlight.engine.weights.shard_columns import ShardColumns, columns_of_tensors
 from firstlight.engine.weights.stock import Lazy
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.lines import read_lines
-from firstlight.engine.weights.names import Ints, Names, keys, radixes, repeated
+from firstlight.engine.weights.lines import Ints, read_lines
+from firstlight.engine.weights.names import Names, keys, radixes, repeated
 from firstlight.engine.weights.shard_columns import NAME
 from firstlight.engine.weights.table import Table
 
