@@ -1,6 +1,9 @@
 """Token ids and texts equal those of transformers' AutoTokenizer on the same directory."""
 
 import json
+import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,6 +18,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.tokenizer import Tokenizer
 from firstlight.engine.inputs.tokenizer_classes import REGISTERED_TYPES, effective_class
 from tests.engine.inputs.toys import CORPUS, byte_level_backend, metaspace_backend, save_tokenizer, write_json
+from tests.repo.tree import ROOT
 
 TEXTS = (
     *CORPUS,
@@ -328,3 +332,31 @@ def test_the_table_of_classes_agrees_with_transformers() -> None:
     for model_type, class_name in theirs.items():
         if class_name in set(REGISTERED_TYPES) - {"TokenizersBackend"}:
             assert model_type in covered, model_type
+
+
+def test_other_threads_run_while_a_text_is_tokenized() -> None:
+    """A server tokenizes long prompts beside what else it does. No thread is made to yield here: who runs was let."""
+    tokenizer = Tokenizer.open(ROOT / "data" / "samples" / "menagerie")
+    text, is_inside, was_seen = "A cow says " * 1000, False, False
+
+    def encode() -> None:
+        nonlocal is_inside
+        for _ in range(100):
+            is_inside = True
+            tokenizer.encode(text)
+            is_inside = False
+            if was_seen:
+                return
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while thread.is_alive() and not was_seen:
+            was_seen = is_inside
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert was_seen
