@@ -16,6 +16,7 @@ CODES: dict[str, str] = {
     "duplicate-tensor": "the same tensor name occurs in two shards",
     "shadowed-file": "a file of weights that is left aside since another one is read",
     "truncated-shard": "a shard is shorter than its header says",
+    "unwritten-bytes": "a shard has its full size, but parts of it were never written",
     "read-failed": "the system could not read a part of a file",
     "changed-file": "a file changed while it was being read",
     "differing-copies": "hosts that share a model hold different copies of its checkpoint",

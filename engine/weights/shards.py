@@ -30,6 +30,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapters.safetensors")  # of peft and 
 CONSOLIDATED = "consolidated"  # how the file names of a vendor's own second copy begin
 FORK = "._"  # how the names of macOS's attributes of a file begin
 _UNFINISHED = (".incomplete", ".part", ".partial", ".tmp", ".aria2", ".crdownload", ".download")
+_CONTROL = (".aria2", ".st")  # what downloads that reserve the whole file first keep beside it until they are done
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 _MOST_NAMED = 1000  # absent shards that are named one by one
 
@@ -49,7 +50,8 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
         files, findings = _by_name(names, present)
     if not files and not findings:
         raise Refused(nothing(directory, names, index))
-    return files, [*findings, *_forks(forks), *_unapplied(found), *_links(directory, files)]
+    unwritten = (*_unfinished(files, names), *_holes(directory, files))
+    return files, [*findings, *unwritten, *_forks(forks), *_unapplied(names), *_links(directory, files)]
 
 
 def _forks(names: Sequence[str]) -> Iterator[Finding]:
@@ -76,7 +78,7 @@ def only_an_adapter(directory: Path, file: str) -> Finding:
 
 def _unapplied(files: Iterable[str]) -> Iterator[Finding]:
     for file in files:
-        if file in ADAPTERS:
+        if file in ADAPTERS or file == "adapter_model.bin":
             yield warning(
                 "shadowed-file",
                 f"{file} is an adapter (LoRA or the like) and is not applied: what is read is the model beside it",
@@ -255,6 +257,50 @@ def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -
         found=found,
         next=way,
     )
+
+
+def _unfinished(files: Iterable[str], names: Sequence[str]) -> Iterator[Finding]:
+    """Shards of full size that a download has not filled yet."""
+    there = set(names)
+    for file, control in ((file, file + ending) for file in files for ending in _CONTROL):
+        if control in there:
+            yield fatal(
+                "unwritten-bytes",
+                f"{file} is an unfinished download of full size: {control}, which goes when it is done, is there",
+                file=file,
+                expected=f"{file} alone",
+                found=control,
+                next=f"finish the download; delete {control} only if you know that {file} is whole",
+            )
+
+
+def _holes(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
+    """Shards that read as zeros where nothing was written, as an interrupted download or copy leaves them."""
+    found = [(file, *hole) for file in files if (hole := _hole(directory / file)) is not None]
+    if found:
+        file, start, size = found[0]
+        more = f", and {len(found) - 1} shards more" if len(found) > 1 else ""
+        yield warning(
+            "unwritten-bytes",
+            f"{file} was never written from byte {start:,} of {size:,} on{more}: it reads as zeros there",
+            file=file,
+            expected=f"{size:,} bytes written",
+            found=f"a hole from byte {start:,} on",
+            next="finish the download or copy, unless the file system itself leaves out zeros",
+        )
+
+
+def _hole(path: Path) -> tuple[int, int] | None:
+    """Where the first hole of a file begins, and its size; None without one, or where the system does not say."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = os.lseek(stream.fileno(), 0, os.SEEK_HOLE)
+    except (AttributeError, OSError):
+        return None
+    return (start, size) if start < size else None
 
 
 def _links(directory: Path, files: Iterable[str]) -> Iterator[Finding]:

@@ -48,9 +48,11 @@ def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
 
 
 def _targets(raw: object) -> Modules | None:
-    """Names of modules; None where a class of modules is named, of which linear ones are meant."""
+    """Names of modules; None where a class of modules is named, of which linear ones are meant, or embeddings."""
     names = [str(name) for name in raw] if isinstance(raw, list | tuple) else []
     classes = [name for name in names if not name.startswith("re:") and name[:1].isupper() and "." not in name]
+    if classes and all("Embedding" in name for name in classes) and len(classes) == len(names):
+        return Modules(("re:.*embed[^.]*$", "wte"))
     return Modules(names) if names and not classes else None
 
 
@@ -59,7 +61,8 @@ def _format(options: Options, layout: str, weights: Mapping[str, Any]) -> Format
     if layout == "dense":
         return None
     if layout in ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"):
-        options.only("weights.num_bits", bits, (8,))
+        is_whole = layout == "int-quantized" and kind == "int"  # fewer bits lie in bytes of their own as well
+        options.only("weights.num_bits", bits, (4, 8) if is_whole else (8,))
         if layout == "mxfp8-quantized":
             return Fp8(block=(1, 32), scale="U8")
         if kind == "float":

@@ -5,7 +5,7 @@ Every other option that no reader asked for is named in a finding: it may be abo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 HARMLESS = frozenset(
     (
@@ -40,6 +40,9 @@ HARMLESS = frozenset(
 )
 
 
-def unread(options: Iterable[str], seen: Iterable[str]) -> tuple[str, ...]:
-    """Those that nobody asked for and that are not known to be harmless."""
-    return tuple(sorted(set(options) - set(seen) - HARMLESS))
+def unread(options: Mapping[str, object], seen: Iterable[str]) -> tuple[str, ...]:
+    """Those that say something, that nobody asked for and that are not known to be harmless."""
+    known = HARMLESS.union(seen)
+    return tuple(
+        sorted(key for key, value in options.items() if key not in known and value not in (None, False, {}, []))
+    )

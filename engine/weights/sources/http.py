@@ -5,7 +5,9 @@ Source of the protocol: RFC 9110, sections 13 to 15 (range requests, conditional
 
 from __future__ import annotations
 
+import base64
 import ipaddress
+import netrc
 import re
 import socket
 import threading
@@ -40,6 +42,7 @@ REMEMBER_S = 60.0  # how long the end of a redirect is used without asking again
 CONNECT_S = 10.0  # a server that is there answers that much sooner
 UNWANTED = "nobody wants it any longer"
 LOOK = "open the address in a browser"
+PLAIN = ("", "identity", "aws-chunked")  # encodings of an answer whose bytes are those of the file
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -63,6 +66,7 @@ class HttpFiles:
             ),
             headers={"Accept-Encoding": "identity"},
             follow_redirects=False,
+            auth=OfNetrc(),
         )
         weakref.finalize(self, self._client.close)  # a checkpoint that is dropped leaves no connection
 
@@ -144,6 +148,10 @@ class HttpFiles:
         """Raise what a status other than 200, 206 and 416 means: `Refused`, or `Interrupted` if it may pass."""
         status = response.status_code
         if status in (200, 206, 416):
+            packed = response.headers.get("content-encoding", "identity").strip().lower()
+            if packed not in PLAIN:
+                way = "download the checkpoint and name its directory, or have the server send files as they are"
+                raise self._refused(name, f"Content-Encoding: {packed}", "the bytes of the file, as asked for", way)
             return
         if status in (401, 403, 410) and self._forget(name):
             raise Interrupted(f"status {status} at the end of a redirect that may have expired")
@@ -224,6 +232,23 @@ class HttpFiles:
         )
 
 
+class OfNetrc(httpx.Auth):
+    """Credentials of ~/.netrc, each for the host that it names alone: none goes to where a redirect leads."""
+
+    def __init__(self) -> None:
+        try:
+            self._hosts = netrc.netrc().hosts
+        except (OSError, netrc.NetrcParseError):
+            self._hosts = {}
+
+    def auth_flow(self, request: httpx.Request) -> Iterator[httpx.Request]:  # type: ignore[override]
+        found = self._hosts.get(request.url.host) if request.url.host != "default" else None
+        if found is not None:
+            words = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+            request.headers["Authorization"] = f"Basic {words}"
+        yield request
+
+
 class HttpFile:
     """One file; every answer is held against the size and the version that the first one stated."""
 
@@ -297,6 +322,8 @@ class HttpFile:
                     next="download the checkpoint and name its directory, or use a server that knows ranges",
                 )
             )
+        if found is None and self._expected.version is not None:
+            raise Interrupted("an answer that does not say which version it is of")
         if _total(self._file, response) != self._expected.nbytes:
             raise changed(self._file, f"{self._expected.nbytes} bytes", response.headers["content-range"])
         if not response.headers["content-range"].startswith(f"bytes {first}-"):

@@ -145,7 +145,7 @@ class KeptFile:
             if len(self._sure) == self._count and self._part.exists():
                 os.fsync(self._descriptor)
                 self._part.replace(self._path)
-                self._journal.unlink()
+                self._journal.unlink(missing_ok=True)  # another process may have been as fast
 
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_descriptor", None), getattr(self, "_log", None)):

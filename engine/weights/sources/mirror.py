@@ -1,8 +1,9 @@
 """A checkpoint at a URL as a directory here: side files are fetched, weights are read from afar when asked for.
 
 The directory lies in the cache, keyed by the address and by what every file was (size, etag): another version of the
-release is another directory. In it a pointer says where the weights are, so whoever is given the directory, another
-rank's process as well, reads from the same source and holds every answer against the same sizes and etags.
+release is another directory, and so is every look at files of which the server states no version. In it a pointer
+says where the weights are, so whoever is given the directory, another rank's process as well, reads from the same
+source and holds every answer against the same sizes and etags.
 """
 
 from __future__ import annotations
@@ -313,7 +314,9 @@ def _write(directory: Path, pointer: Pointer) -> None:
 
 
 def _folder(url: str, files: Mapping[str, tuple[int, str | None]]) -> str:
-    digest = hashlib.sha256(msgspec.json.encode([url, sorted(files.items())])).hexdigest()[:16]
+    unknown = any(version is None for _, version in files.values())
+    key = [url, sorted(files.items()), os.urandom(8).hex() if unknown else ""]
+    digest = hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]
     return f"{digest}/{re.sub(r'[^A-Za-z0-9._-]', '_', url.rpartition('/')[2]).lstrip('.') or 'checkpoint'}"
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 
 Fault = Callable[["Handler", bytes], bool]  # answers the request itself, or returns False to have it answered
 
@@ -79,12 +81,21 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def part(self, data: bytes, promised: int | None = None, first: int | None = None) -> None:
+    def part(
+        self,
+        data: bytes,
+        promised: int | None = None,
+        first: int | None = None,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """A 206 with `data` in it that says it has `promised` bytes; fewer, and the connection is cut."""
         first = self.first if first is None else first
         last = min(self.last, self.total - 1)
         self.send_response(206)
-        self.send_header("ETag", self.web.version(self.name))
+        if version := self.web.version(self.name):
+            self.send_header("ETag", version)
+        for key, value in more.items():
+            self.send_header(key, value)
         self.send_header("Content-Range", f"bytes {first}-{last}/{self.total}")
         self.send_header("Content-Length", str(len(data) if promised is None else promised))
         self.end_headers()
@@ -154,6 +165,13 @@ def other_range(handler: Handler, content: bytes) -> bool:
 
 def too_much(handler: Handler, content: bytes) -> bool:
     handler.part(content[handler.first : handler.last + 1] + b"more")
+    return True
+
+
+def packed(handler: Handler, content: bytes) -> bool:
+    """A proxy that packs what passes: fewer bytes of something else, under the same range."""
+    data = gzip.compress(content[handler.first : handler.last + 1])
+    handler.part(data, more={"Content-Encoding": "gzip"})
     return True
 
 

@@ -339,6 +339,27 @@ def test_a_truncated_shard(home: Path) -> None:
     assert finding.next == f"fetch bytes {size - 500}-{size - 1} of {SECOND} again"
 
 
+@pytest.mark.parametrize("ending", [".aria2", ".st"])
+def test_a_download_of_full_size_that_is_not_done(ending: str, home: Path) -> None:
+    """aria2 and axel reserve the whole file first: its header and size are right long before its bytes are."""
+    (home / (SECOND + ending)).write_bytes(b"\0\1")
+    finding = only(home)
+    assert (finding.code, finding.severity, finding.file) == ("unwritten-bytes", "fatal", SECOND)
+    assert finding.found == SECOND + ending
+
+
+def test_a_shard_that_was_written_in_part(home: Path) -> None:
+    data = (home / SECOND).read_bytes()
+    with (home / SECOND).open("r+b") as stream:
+        stream.truncate(0)
+        stream.write(data[:1000])
+        stream.truncate(len(data) + (1 << 20))
+    found = {finding.code: finding for finding in Checkpoint.open(home).findings}
+    assert found["unwritten-bytes"].severity == "warning"
+    start = int(str(found["unwritten-bytes"].found).split()[4].replace(",", ""))
+    assert 1000 <= start < len(data) + (1 << 20)
+
+
 def test_a_directory_named_like_a_shard(home: Path) -> None:
     (home / SECOND).unlink()
     (home / SECOND).mkdir()

@@ -18,6 +18,8 @@ from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.placement import localize
 from firstlight.engine.weights import placing
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import load
 from firstlight.engine.weights.safetensors_file import Tensor, read, write
@@ -222,6 +224,17 @@ def test_a_shape_beside_codes_that_stay_packed_is_held_as_well(tmp_path: Path) -
     change(tmp_path, lambda held: held.update({name: np.array([32, 65], np.int32)}))
     with pytest.raises(Refused, match=f"{name} does not fit"):
         kept()
+
+
+def test_embeddings_may_have_a_format_of_their_own() -> None:
+    """A class of modules that is no linear one: its format is not that of all others."""
+    quantization = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8)
+    embeddings = {"targets": ["Embedding"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    quantization["config_groups"] = {"a": embeddings, **quantization["config_groups"]}
+    scheme = announced({"quantization_config": quantization})
+    found = {name: scheme.of(name) for name in ("model.embed_tokens", "model.layers.0.mlp.up_proj", "lm_head")}
+    bits = {name: format_.bits if isinstance(format_, PackedInt) else None for name, format_ in found.items()}
+    assert bits == {"model.embed_tokens": 8, "model.layers.0.mlp.up_proj": 4, "lm_head": None}
 
 
 def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4-channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
     "int8-channel-zero": ("pack-quantized", {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"}),
     "int2": ("pack-quantized", {"num_bits": 2, "type": "int", **GROUP}),
+    "w4a8": ("int-quantized", {"num_bits": 4, "type": "int", **GROUP}),
     "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "w8a8-zero": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}),
     "w8a8-tensor": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}),

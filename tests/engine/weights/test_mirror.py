@@ -55,6 +55,14 @@ def test_nothing_is_fetched_twice_and_another_version_is_another_directory(web: 
     assert place(web, tmp_path) != directory
 
 
+def test_what_has_no_version_is_looked_at_anew(web: far.Web, tmp_path: Path) -> None:
+    """Of equal sizes nobody could tell whether a configuration, or a part of a shard, is that of before."""
+    web.versions = dict.fromkeys(("config.json", FIRST), "")
+    before = (place(web, tmp_path) / "config.json").read_text()
+    (web.home / "config.json").write_text(before.replace("llama", "mango"))
+    assert "mango" in (place(web, tmp_path) / "config.json").read_text()
+
+
 def test_a_shard_that_changes_after_the_side_files_were_fetched_is_an_error(web: far.Web, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(place(web, tmp_path))
     web.versions[FIRST] = '"new"'

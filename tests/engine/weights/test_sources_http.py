@@ -224,6 +224,64 @@ def test_a_server_without_ranges_is_refused_with_what_to_do(web: far.Web, source
     assert read(source, 0, 900, "config.json") == content[:900], "all of a file is no part"
 
 
+def test_bytes_that_were_packed_on_the_way_are_not_taken_for_those_of_the_file(
+    web: far.Web, source: HttpFiles, content: bytes
+) -> None:
+    """They are of another number, so that the rest would be asked for behind them, and fit to the byte."""
+    (web.home / NAME).write_bytes(bytes(len(content)))
+    source.stat(NAME)
+    web.always[NAME] = far.packed
+    finding = refusal(source, 0, len(content))
+    assert finding.code == "read-failed"
+    assert finding.found == "Content-Encoding: gzip"
+    assert len(web.asked[NAME]) <= 3, "it is not tried again"
+
+
+def test_an_answer_that_does_not_say_its_version_is_asked_for_again(
+    web: far.Web, source: HttpFiles, content: bytes
+) -> None:
+    source.stat(NAME)
+
+    def without(handler: far.Handler, content: bytes) -> bool:
+        web.versions[NAME] = ""
+        handler.part(content[handler.first : handler.last + 1])
+        del web.versions[NAME]
+        return True
+
+    web.faults[NAME] = [without]
+    assert read(source, 100, 900) == content[100:1000]
+    assert source.usage.counts()["retries"] == 1
+    web.always[NAME] = without
+    assert "which version" in str(refusal(source))
+
+
+def test_credentials_go_to_the_host_that_they_are_for_alone(
+    web: far.Web, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine 127.0.0.1 login me password secret\ndefault login any password body\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (web.home / "blob").write_bytes(content)
+    seen: dict[str, str | None] = {}
+
+    def ask(handler: far.Handler, content: bytes) -> bool:
+        seen[str(handler.headers["Host"]).partition(":")[0]] = handler.headers["Authorization"]
+        return False
+
+    def away(handler: far.Handler, content: bytes) -> bool:
+        ask(handler, content)
+        handler.plain(302, Location=f"http://localhost:{web.url.split(':')[2].split('/')[0]}/blob")
+        return True
+
+    web.always = {NAME: away, "blob": ask}
+    source = HttpFiles(web.url, retry=QUICK)
+    assert read(source, 0, 300) == content[:300]
+    source.close()
+    assert seen == {"127.0.0.1": "Basic bWU6c2VjcmV0", "localhost": None}
+
+
 def test_another_etag_is_an_error_that_names_the_file(web: far.Web, source: HttpFiles) -> None:
     source.stat(NAME)
     web.versions[NAME] = '"model-2"'
