@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -26,6 +27,7 @@ from firstlight.engine.serving.boot import bring_up
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.frontend import Frontend
 from firstlight.engine.serving.health import Failure, Pulse, Status
+from firstlight.engine.serving.inquest import FAULT, MOST_TOKENS, Found, InquestCommand, verdict
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.profile_data import RankProfile, profile_command
 from firstlight.engine.serving.request import (
@@ -74,6 +76,7 @@ class Engine:
         self._stepping = threading.RLock()
         self._is_driven = False  # by `run`; else by whoever waits for a result
         self._has_to_leave = False
+        self._fault: str | None = None  # why numbers were not finite, once that was looked for
 
     @classmethod
     def start(cls, checkpoint: str, mesh: Mesh | None = None, *, pulse: Pulse | None = None, **options: Any) -> Engine:
@@ -373,9 +376,22 @@ class Engine:
             stream, free = self._streams[step.number], partial(self._free, step.number)
             if step.token < 0:
                 free()
-                stream.end("error", "the logits are not finite: the weights or an operator are at fault")
+                stream.end("error", self._fault_of(stream.request))
             else:
                 stream.push(step.token, _logprob_of(sampled[step.number]), step.finish, free)
+
+    def _fault_of(self, request: Request) -> str:
+        """Why numbers are not finite: the block and the rank, looked for once, by the first request that shows it."""
+        if self._fault is None:
+            self._fault = FAULT
+            pictures = {name: array.numpy() for name, array in request.images.items()}
+            if len(request.prompt_ids) <= MOST_TOKENS:
+                ids = np.array([request.prompt_ids], dtype=np.int64)
+                with contextlib.suppress(Refused):  # what cannot be traced; the fault itself is told
+                    batch = trace_command(self.worker.rank.spec, ids, None, pictures)
+                    answers = self._ask(InquestCommand(batch))
+                    self._fault = verdict([msgspec.msgpack.decode(answer, type=Found) for answer in answers])
+        return self._fault
 
     def _free(self, number: int) -> None:
         """A request is over; whoever is told so finds that it holds nothing any more."""

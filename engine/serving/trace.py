@@ -143,6 +143,12 @@ def run_trace(rank: Rank, command: TraceCommand) -> Arrays:
     return {name: Array.of(value.float().cpu().numpy()) for name, value in shown.items()}
 
 
+def batch_of(rank: Rank, command: TraceCommand) -> ForwardBatch | None:
+    """The batch that a command of this rank's replica is run as; None where it has no row of it."""
+    rows = _rows(command)[rank.mesh.coordinates(rank.rank).dp :: rank.mesh.dp]
+    return _batch(rank, command, rows, {}) if rows else None
+
+
 def _foreign(model: ForeignModel, command: TraceCommand) -> Arrays:
     """The same of a model that shows itself."""
     mask = command.attention_mask.numpy()

@@ -23,6 +23,7 @@ from firstlight.engine.serving.boot import Rank
 from firstlight.engine.serving.clock import Clock, LayerTap, collective_times
 from firstlight.engine.serving.control import Control
 from firstlight.engine.serving.health import Pulse
+from firstlight.engine.serving.inquest import InquestCommand, run_inquest
 from firstlight.engine.serving.profile import run_profile
 from firstlight.engine.serving.profile_data import ProfileCommand
 from firstlight.engine.serving.sampling import choose_tokens, read_table, table, table_width
@@ -89,7 +90,8 @@ class Worker:
         if logits_RV is None or not chosen or self.rank.rank != self.samplers[self.replica]:
             return None
         draws = [self._draws[chunk.number] for chunk in chosen]
-        ids_R = choose_tokens(logits_RV, draws, [chunk.draws for chunk in chosen], self.rank.ops)
+        steps, may_mask = [chunk.draws for chunk in chosen], not isinstance(self.rank.model, Model)
+        ids_R = choose_tokens(logits_RV, draws, steps, self.rank.ops, may_mask)
         return table(logits_RV, ids_R, draws)
 
     def _timed(self, batch: ForwardBatch, step: int, part: ReplicaPlan) -> Tensor | None:
@@ -148,6 +150,9 @@ class Worker:
                 case ProfileCommand():
                     self.pulse.at("profile")
                     return _encode(run_profile(self.rank, command))
+                case InquestCommand():
+                    self.pulse.at("inquest")
+                    return _encode(run_inquest(self.rank, command))
                 case MemoryCommand():
                     return _encode(self.memory(command.pools))
                 case _:
@@ -202,7 +207,7 @@ class MemoryCommand(msgspec.Struct, frozen=True, tag=True):
     pools: bool = False
 
 
-Command = StepPlan | TraceCommand | ProfileCommand | MemoryCommand | Tick | Stop
+Command = StepPlan | TraceCommand | InquestCommand | ProfileCommand | MemoryCommand | Tick | Stop
 
 _encode = msgspec.msgpack.encode
 

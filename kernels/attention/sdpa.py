@@ -21,6 +21,7 @@ from torch import Tensor
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.kernels.attention.reference import visible
 
+FEW_KEYS = 64  # a vector of any CPU, in any dtype, has no more lanes
 Rules: TypeAlias = tuple[float, float | None, Tensor | None]
 """Scale, softcap, sinks [N]: what every query of a call has in common."""
 
@@ -134,6 +135,7 @@ def _decode(q_BND: Tensor, k_cache_PKSD: Tensor, v_cache_PKSV: Tensor, plan: _Pl
     scale, softcap, sinks_N = rules
     if softcap is None and sinks_N is None and v_BKLV.shape[-1] == head_dim:
         out_BKGV = F.scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLV, attn_mask=plan.mask_B11L, scale=scale)
+        out_BKGV = _not_swallowed(out_BKGV, q_BKGD, k_BKLD)
     else:
         sinks_KG1 = None if sinks_N is None else sinks_N.view(num_kv_heads, -1, 1)
         out_BKGV = _written_out(q_BKGD, k_BKLD, v_BKLV, plan.mask_B11L, scale, softcap, sinks_KG1)
@@ -169,6 +171,7 @@ def _one_sequence(
             is_causal=causal and query_len > 1,
             scale=scale,
         )
+        out_KGtV = _not_swallowed(out_KGtV, q_KGtD, k_KLD.unsqueeze(1))
     else:
         mask_tL = _causal_mask(meta, query_len, num_keys, window, q_tND)
         mask_GtL = mask_tL.expand(group, -1, -1).reshape(1, 1, group * query_len, num_keys)
@@ -177,6 +180,18 @@ def _one_sequence(
         out = _written_out(q_1KrD, k_KLD[None], v_KLV[None], mask_GtL, scale, softcap, sinks_Kr1)
         out_KGtV = out.view(num_kv_heads, group, query_len, -1)
     return out_KGtV.permute(2, 0, 1, 3).reshape(query_len, num_heads, -1)
+
+
+def _not_swallowed(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The output, with what is not finite among queries and keys in it.
+
+    Where keys are fewer than the lanes of a vector, torch's operator on CPUs takes scores that are NaN for masked ones,
+    and gives zeros: a fault of the layers before would go on as an answer. Zero times a sum is zero, or NaN.
+    """
+    if k.shape[-2] >= FEW_KEYS:
+        return out
+    sums = q.sum(dim=-1, keepdim=True, dtype=torch.float32) + k.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return out + (0.0 * sums).to(out.dtype)
 
 
 def _keys(cache_PKSD: Tensor, meta: AttentionMeta, b: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The engine in this process: what it answers, alone and in company, and what it refuses."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,12 +197,24 @@ def test_a_text_that_no_tokens_fit_is_refused_before_it_is_tokenized() -> None:
     engine.close()
 
 
-def test_numbers_that_are_not_finite_end_the_request_with_an_error(checkpoint: Get) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "block"),
+    [
+        ("norm.weight", math.nan, "norm"),
+        ("layers.1.mixer_norm.weight", math.inf, "layers.1.mixer"),
+        ("head.weight", -math.inf, "head"),
+    ],
+)
+def test_one_number_that_is_not_finite_ends_the_request_and_names_block_rank_and_weight(
+    checkpoint: Get, name: str, value: float, block: str
+) -> None:
     engine = start(checkpoint("llama"))
-    engine.worker.rank.weights.params["norm.weight"].fill_(float("nan"))
-    with pytest.raises(EngineFailed, match="not finite"):
+    engine.worker.rank.weights.params[name].flatten()[3] = value
+    with pytest.raises(EngineFailed, match=f"first in {block}, whose weights are not finite on rank 0: {name}"):
         engine.complete(PROMPTS[0], params=greedy())
     assert not engine.scheduler.has_work
+    with pytest.raises(EngineFailed, match="not finite"):
+        engine.complete(PROMPTS[0], params=greedy(temperature=1.0))
 
 
 def test_a_request_that_was_not_taken_in_yet_is_told_of_a_failure_too(checkpoint: Get) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,32 @@ def test_draws_are_distributed_as_transformers_has_it(temperature: float, top_p:
     chi_square = sum(((found - wanted) ** 2 / wanted.clamp(min=1e-9)).sum() for found, wanted in pairs)
     freedom = torch.tensor(float(often_V.sum()), dtype=torch.float64)
     assert torch.special.gammaincc(freedom / 2, torch.as_tensor(chi_square, dtype=torch.float64) / 2) > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("odd", "is_sound", "is_sound_masked"),
+    [
+        ((), True, True),
+        ((nan,), False, False),
+        ((inf,), False, False),
+        ((-inf,), False, True),
+        ((1e38,) * 9, True, True),
+    ],
+)
+def test_no_token_is_made_of_logits_with_a_number_that_is_a_fault(
+    temperature: float, odd: tuple[float, ...], is_sound: bool, is_sound_masked: bool
+) -> None:
+    """However many finite ones stand beside it; sums that leave the range of finite numbers are none."""
+    logits_RV = torch.linspace(-1, 1, 40).repeat(2, 1)
+    logits_RV[1, 5 : 5 + len(odd)] = torch.tensor(odd)
+    draws = [Draw(temperature, 1.0, 0, 3, -1)] * 2
+    ops = choose(torch.device("cpu"), torch.float32, {"hidden": 8, "vocabulary": 40, "page_size": 16})
+    for may_mask, sound in ((False, is_sound), (True, is_sound_masked)):
+        first, second = choose_tokens(logits_RV, draws, [0, 0], ops, may_mask).tolist()
+        assert first >= 0, "a neighbour's fault is none of its own"
+        assert (second >= 0) == sound
+    assert choose_tokens(torch.full((1, 40), -inf), draws[:1], [0], ops, may_mask=True).item() < 0, "nothing is left"
 
 
 def test_what_a_checkpoint_asks_for_in_vain_is_told_by_the_engine(
