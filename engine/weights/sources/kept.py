@@ -6,10 +6,13 @@ behind, a block whose checksum does not hold is fetched again. The file gets its
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from firstlight.engine.weights.sources.base import (
@@ -119,13 +122,26 @@ class KeptFile:
         self._changed = threading.Condition()
         self._busy: set[int] = set()
         self._sure: set[int] = set()  # fetched or checked by this process
+        self._known: dict[int, int] = {}
         try:
-            self._descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._descriptor, nbytes)
-            self._log = os.open(self._journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            with _in_turn(self._path.parent):
+                self._begin()
         except OSError as error:
             raise unread(str(self._part), 0, nbytes, f"it cannot be written: {error.strerror}") from error
-        self._known = dict(_RECORD.iter_unpack(_whole(self._journal.read_bytes())))
+
+    def _begin(self) -> None:
+        """Open the part and its journal, or the file that another process has finished meanwhile."""
+        if self._path.is_file() and self._path.stat().st_size == self._nbytes:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._sure = set(range(self._count))
+            return
+        self._descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._descriptor, self._nbytes)
+        self._log = os.open(self._journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        written = self._journal.read_bytes()
+        if written != _whole(written):  # a record that was cut would put all behind it out of step
+            os.ftruncate(self._log, len(_whole(written)))
+        self._known = dict(_RECORD.iter_unpack(_whole(written)))
 
     def read_into(self, offset_bytes: int, buffers: list[memoryview], reader: _Opened) -> None:
         """Fill the buffers with what starts at `offset_bytes`; what is not here is fetched for `reader`."""
@@ -140,12 +156,14 @@ class KeptFile:
             offset_bytes += view.nbytes
 
     def check(self) -> None:
-        """Give the file its name once all of it is there."""
-        with self._changed:
-            if len(self._sure) == self._count and self._part.exists():
+        """Give the file its name once all of it is there, unless another process has: a part may be another's."""
+        with self._changed, _in_turn(self._path.parent):
+            if len(self._sure) < self._count or not self._part.exists():
+                return
+            if os.path.samestat(self._part.stat(), os.fstat(self._descriptor)):
                 os.fsync(self._descriptor)
                 self._part.replace(self._path)
-                self._journal.unlink(missing_ok=True)  # another process may have been as fast
+                self._journal.unlink(missing_ok=True)
 
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_descriptor", None), getattr(self, "_log", None)):
@@ -209,6 +227,17 @@ class KeptFile:
             if count == 0:
                 raise unread(str(self._part), offset + done, view.nbytes - done, "somebody cut it")
             done += count
+
+
+@contextmanager
+def _in_turn(directory: Path) -> Iterator[None]:
+    """One process at a time begins a file of the directory or gives one its name."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def fetch_all(source: KeptFiles, names: tuple[str, ...]) -> None:

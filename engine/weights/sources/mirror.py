@@ -89,12 +89,15 @@ def mirror(
     files = {name: (stat.nbytes, stat.version) for name, stat in stats.items()}
     home = (cache or read_settings().cache_dir) / "remote"
     directory = home / _folder(url, files)
-    if not _is_complete(directory, files):
-        _fetch_side_files(far, url, files, directory)
-    before = read_pointer(directory)
-    wanted = Pointer(url, files, keep or whole or (before is not None and before.keep), patience_s)
-    if before != wanted:
-        _write(directory, wanted)
+    try:
+        if not _is_complete(directory, files):
+            _fetch_side_files(far, url, files, directory)
+        before = read_pointer(directory)
+        wanted = Pointer(url, files, keep or whole or (before is not None and before.keep), patience_s)
+        if before != wanted:
+            _write(directory, wanted)
+    except OSError as error:
+        raise _unwritable(home, error) from error
     if whole:
         complete(directory)
     return directory
@@ -318,6 +321,19 @@ def _folder(url: str, files: Mapping[str, tuple[int, str | None]]) -> str:
     key = [url, sorted(files.items()), os.urandom(8).hex() if unknown else ""]
     digest = hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]
     return f"{digest}/{re.sub(r'[^A-Za-z0-9._-]', '_', url.rpartition('/')[2]).lstrip('.') or 'checkpoint'}"
+
+
+def _unwritable(home: Path, error: OSError) -> Refused:
+    return Refused(
+        fatal(
+            "not-available",
+            f"the cache of remote checkpoints cannot be written: {error.strerror}",
+            file=str(error.filename or home),
+            expected="a directory with room in it",
+            found=str(error.strerror),
+            next="make room there, or set FIRSTLIGHT_CACHE to another directory",
+        )
+    )
 
 
 def _nothing(url: str, found: str) -> Refused:

@@ -128,6 +128,46 @@ def test_a_file_gets_its_name_when_all_of_it_is_here(web: far.Web, tmp_path: Pat
     assert payload_asked(web) == before
 
 
+def test_who_is_done_gives_the_name_to_what_is_done_alone(web: far.Web, tmp_path: Path) -> None:
+    """Three processes fetch a file: the part that the second finds at its end is the third's, half empty."""
+    directory = place(web, tmp_path, keep=True)
+    size = (web.home / FIRST).stat().st_size
+    done, late, new = (mirror.open_source(directory) for _ in range(3))
+    both = [source.open(FIRST) for source in (done, late)]
+    for opened in both:
+        opened.read_into(0, [memoryview(bytearray(size))])
+    both[0].check()
+    assert (directory / FIRST).read_bytes() == (web.home / FIRST).read_bytes()
+    (directory / FIRST).unlink()
+    third = new.open(FIRST)
+    both[1].check()
+    assert not (directory / FIRST).exists(), "nothing of the third's is there yet"
+    third.read_into(0, [memoryview(bytearray(size))])
+    third.check()
+    assert (directory / FIRST).read_bytes() == (web.home / FIRST).read_bytes()
+    assert not [*directory.glob(f"*{kept.PART}"), *directory.glob(f"*{kept.JOURNAL}")]
+
+
+def test_a_record_that_was_cut_puts_none_behind_it_out_of_step(
+    web: far.Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "BLOCK_BYTES", 4096)
+    directory = place(web, tmp_path, keep=True)
+    (directory / f"{FIRST}{kept.JOURNAL}").write_bytes(b"\1\2\3")
+    for again in (False, True):
+        source = mirror.open_source(directory)
+        source.open(FIRST).read_into(0, [memoryview(bytearray(9000))])
+        assert source.usage["kept"] == (3 * 4096 if again else 0)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(web: far.Web, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused) as caught:
+        mirror.mirror(web.url, cache=tmp_path / "file")
+    (finding,) = caught.value.findings
+    assert (finding.code, "FIRSTLIGHT_CACHE" in str(finding.next)) == ("not-available", True)
+
+
 def test_an_index_that_points_elsewhere_fetches_nothing_there(web: far.Web, tmp_path: Path) -> None:
     index = web.home / "model.safetensors.index.json"
     value = json.loads(index.read_text())
