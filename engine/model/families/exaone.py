@@ -56,4 +56,5 @@ FAMILY = Family(
     spec=spec,
     rules=RULES,
     silent={name: {"num_key_value_heads": 8} for name in DEFAULTS},
+    classes=dict.fromkeys(DEFAULTS, "LlamaForCausalLM"),
 )

@@ -21,7 +21,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     models named by `parts`, whose rules come along. `silent` says, by model type, what its own code takes where
     config.json lacks a key and most of its kin take another value; `config` holds it when `spec` is called. `left_out`
     adds rules that depend on the configuration: tensors nobody consumes, with the reason, and names that mean one
-    thing here and another there.
+    thing here and another there. `classes` is the class that transformers writes into `architectures` for a model type,
+    where that is another family's: its configuration there is the other's in all but name.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     silent: Silent = {}
     parts: tuple[Part, ...] = ()
     left_out: Callable[[Config], tuple[WeightRule, ...]] | None = None
+    classes: Mapping[str, str] = {}

@@ -152,4 +152,11 @@ SILENT: Silent = {
     "seed_oss": {"num_key_value_heads": 8},
     "smollm3": {"num_key_value_heads": 4},
 }
-FAMILY = Family(name="llama_kin", model_types=tuple(KIN), spec=spec, rules=RULES, silent=SILENT)
+FAMILY = Family(
+    name="llama_kin",
+    model_types=tuple(KIN),
+    spec=spec,
+    rules=RULES,
+    silent=SILENT,
+    classes={"internlm3": "LlamaForCausalLM"},
+)

@@ -192,6 +192,8 @@ class Families(Mapping[str, Family]):
     def _hold_class(self, family: Family, config: Config) -> None:
         """Engines that go by the class, and those that go by the model type, must compute the same."""
         name, other = self._of_class(config)
+        if family.classes.get(str(config.raw.get("model_type"))) == name:
+            return  # as transformers itself writes it, which reads the model type
         if other is not None and self[other].name != family.name and other not in family.model_types:
             config.warn(
                 "conflicting-flag",

@@ -48,5 +48,11 @@ SILENT: Silent = {
     },
 }
 FAMILY = Family(
-    name="sarvam", model_types=tuple(READINGS), spec=spec, rules=RULES, silent=SILENT, left_out=extra_layers
+    name="sarvam",
+    model_types=tuple(READINGS),
+    spec=spec,
+    rules=RULES,
+    silent=SILENT,
+    left_out=extra_layers,
+    classes={"sarvam_moe": "Glm4MoeForCausalLM", "sarvam_mla": "DeepseekV3ForCausalLM"},
 )

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.model.config import Config
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.families.registry import HOMES, Families
 from firstlight.engine.model.rules import rule
@@ -244,3 +246,29 @@ def test_every_family_answers_to_the_model_types_it_is_listed_under() -> None:
     for module, model_types in HOMES.items():
         family = importlib.import_module(f"firstlight.engine.model.families.{module}").FAMILY
         assert " ".join(family.model_types) == model_types, module
+
+
+# A class that is another architecture's
+
+
+def test_a_class_that_transformers_writes_itself_is_no_conflict_and_any_other_family_s_is_one() -> None:
+    """Of composite models it writes the text model's type along with that class, which is none either."""
+    written = {
+        kind: name if isinstance(name, str) else name[0]
+        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if kind in FAMILIES and f"{kind}_text" not in FAMILIES
+    }
+    assert len(written) > 80
+    assert {kind: class_ for kind, class_ in written.items() if class_conflicts(kind, class_)} == {}
+    for kind, class_ in (("sarvam_moe", "DeepseekV3ForCausalLM"), ("granite", "LlamaForCausalLM")):
+        (finding,) = class_conflicts(kind, class_)
+        assert f"its class {class_}" in finding.message
+    assert not [
+        class_ for kind in written for class_ in FAMILIES[kind].classes.values() if class_ not in written.values()
+    ]
+
+
+def class_conflicts(kind: str, class_: str) -> list[Any]:
+    config = Config({"model_type": kind, "architectures": [class_]})
+    FAMILIES._hold_class(FAMILIES[kind], config)
+    return [finding for finding in config.all_findings() if finding.code == "conflicting-flag"]
