@@ -54,10 +54,15 @@ def _stranger(headers: dict[bytes, bytes]) -> str | None:
 
 
 def may_enter(options: HostOptions, authorization: str) -> bool:
-    """Whether the header carries the token, if there is one; compared in constant time."""
+    """Whether the header carries the token, if there is one; compared in constant time.
+
+    The scheme's name is read in any case, with one space or more behind it (RFC 9110, section 11.4).
+    """
     if options.token is None:
         return True
-    return hmac.compare_digest(authorization.encode("latin-1"), f"Bearer {options.token}".encode())
+    scheme, _, token = authorization.partition(" ")
+    is_same = hmac.compare_digest(token.lstrip(" ").encode("latin-1"), options.token.encode())
+    return is_same and scheme.lower() == "bearer"
 
 
 class BodyLimit:

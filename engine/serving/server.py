@@ -38,6 +38,7 @@ from firstlight.engine.serving.stream import EngineFailed, Stream
 from firstlight.engine.serving.wire import read_generation, refuse_large_trace, trace_arguments
 
 SHOWN = 200  # characters of what a client sent, in an answer about it
+LOOKS = ["GET", "HEAD"]  # the second has the first's status and headers and no body (RFC 9110, section 9.3.2)
 STATUS_OF_CODE = {"not-available": 503}
 Result = TypeVar("Result")
 
@@ -111,7 +112,7 @@ def create_app(desk: Desk) -> FastAPI:
 def _openai_routes(app: FastAPI, desk: Desk) -> None:
     created = int(time.time())
 
-    @app.get("/health")
+    @app.api_route("/health", methods=LOOKS)
     async def health(request: Request) -> Response:
         now = desk.health()
         shown: dict[str, Any] = msgspec.to_builtins(now)
@@ -121,11 +122,11 @@ def _openai_routes(app: FastAPI, desk: Desk) -> None:
             shown |= {"rank": now.failure.rank, "phase": now.failure.phase, "since_s": now.failure.since_s}
         return _json(shown, 200 if now.is_ready else 503)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=LOOKS)
     async def models() -> Response:
         return _json({"object": "list", "data": [_model(desk, created)]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=LOOKS)
     async def model(name: str) -> Response:
         found = _model(desk, created)
         return _json(found) if name == found["id"] else _no_model(name, found["id"])
@@ -152,28 +153,28 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
         stream = await _in_thread(submit)
         return StreamingResponse(_lines(engine, stream, handed.queue), media_type="application/x-ndjson")
 
-    @app.get("/admin/info")
+    @app.api_route("/admin/info", methods=LOOKS)
     async def info() -> Response:
         return _json(_engine(desk).info())
 
-    @app.get("/admin/ledger")
+    @app.api_route("/admin/ledger", methods=LOOKS)
     async def ledger() -> Response:
         return _json(_engine(desk).ledger())
 
-    @app.get("/admin/stats")
+    @app.api_route("/admin/stats", methods=LOOKS)
     async def stats() -> Response:
         return _json(_engine(desk).stats())
 
-    @app.get("/admin/requests")
+    @app.api_route("/admin/requests", methods=LOOKS)
     async def requests(since: int = 0) -> Response:
         return _json(_engine(desk).ended(max(0, since)))
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=LOOKS)
     async def metrics() -> Response:
         engine = _engine(desk)
         return Response(exposition(engine.stats(), _name(desk, engine)), media_type=CONTENT_TYPE)
 
-    @app.get("/admin/memory")
+    @app.api_route("/admin/memory", methods=LOOKS)
     async def memory(pools: bool = False) -> Response:
         return _json(await _in_thread(lambda: _engine(desk).memory(pools)))
 

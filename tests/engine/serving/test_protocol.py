@@ -14,8 +14,14 @@ from typing import Any
 import h11
 import pytest
 import uvicorn
+from fastapi.testclient import TestClient
 
+from firstlight.engine.serving.desk import Desk
+from firstlight.engine.serving.gate import may_enter
+from firstlight.engine.serving.health import Pulse
+from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.protocol import BODY_BYTES_PER_S, Protocol, protocol_of
+from firstlight.engine.serving.server import create_app
 from tests.waiting import PATIENCE_S, until
 
 HEAD_S, BODY_S = 4.0, 8.0
@@ -190,3 +196,30 @@ def test_who_is_slow_but_not_silent_is_served(server: Served) -> None:
 )
 def test_what_is_no_http_is_told_so_in_json(server: Served, junk: bytes) -> None:
     assert error_in(server.told(junk)) == (400, "bad_http")
+
+
+@pytest.mark.parametrize(
+    ("header", "enters"),
+    [
+        ("Bearer s3cret", True),
+        ("bearer s3cret", True),
+        ("BEARER  s3cret", True),
+        ("Bearers3cret", False),
+        ("Bearer S3CRET", False),
+        ("Basic s3cret", False),
+        ("Bearer ", False),
+        ("", False),
+    ],
+)
+def test_the_name_of_the_scheme_is_read_in_any_case_and_the_token_in_its_own(header: str, enters: bool) -> None:
+    assert may_enter(HostOptions(token="s3cret"), header) == enters
+
+
+def test_what_can_be_looked_at_answers_head_as_well() -> None:
+    """Probes ask so: the same status and headers, no body."""
+    app = create_app(Desk(Pulse(), HostOptions()))
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        for path in ("/health", "/v1/models", "/metrics", "/admin/info"):
+            asked, looked = client.get(path), client.head(path)
+            assert (looked.status_code, looked.headers["content-type"]) == (503, asked.headers["content-type"])
+        assert client.head("/v1/completions").status_code == 405
