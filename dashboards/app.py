@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -126,6 +127,7 @@ class Dashboard:
         self._go_where_the_address_says()
         self._choose()
         for name, value in (
+            ("first_title", f"{self._tab.value} · Firstlight"),
             ("style", FRAME),
             ("scripts", partial(first.scripts, figures=first.has_figures(self._main))),
             ("first_script", FIRST),
@@ -200,9 +202,7 @@ class Dashboard:
         if name is None:
             put(
                 self._message,
-                html.page(
-                    html.card("No runs yet", html.nothing(f"firstlight up CKPT makes one in {self.store.root.name}/"))
-                ),
+                html.page(html.card("No runs yet", _how_to_begin(self.store.root.name))),
             )
             return
         if self._follower is not None:
@@ -244,6 +244,14 @@ class Dashboard:
         if self._shown != (title, wrong):
             self._shown = title, wrong
             self._main.objects = [self._message] if wrong or view is None else [self._message, view.panel()]
+
+
+def _how_to_begin(folder: str) -> str:
+    place = shlex.quote(f"{folder}/first")
+    commands = f"firstlight up CKPT --run {place}\nfirstlight up CKPT --run {place} --detached"
+    said = "The whole ladder on a checkpoint; the second leaves its engine running, to be asked in Live."
+    later = "Its run is shown here as soon as it begins."
+    return f"{html.nothing(said)}<pre>{html.said(commands)}</pre>{html.nothing(later)}"
 
 
 def _kind(error: BaseException) -> str:

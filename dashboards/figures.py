@@ -13,31 +13,43 @@ from typing import Any
 from firstlight.workbench.figures import COLOURS, colour, overlap
 from firstlight.workbench.readings import Bucket
 
-__all__ = ["Figure", "compared", "curves", "errors", "layer_bars", "layer_rates", "loading", "overlap", "timeline"]
+__all__ = [
+    "Figure", "curves", "errors", "layer_bars", "layer_rates", "loading", "numbers", "overlap", "roofline", "timeline",
+]  # fmt: skip
 
 Figure = dict[str, Any]
 Row = Mapping[str, Any]
 MOST_NAMES = 16  # along an axis
-QUIET, GRID, LIMIT = "#8a9199", "rgba(127,127,127,.18)", "#d1545a"
+KINDS = {"mixer": "attention", "ffn": "mlp", "embed": "embedding", "norm": "norm", "head": "head"}
+"""What a block is, by the last part of its name."""
+MOST_TOGETHER = 8  # curves whose values at one time are told together
+QUIET, GRID, LIMIT = "#7a818a", "rgba(127,127,127,.18)", "#d1545a"  # the page's style sheet has the last word on text
 
 
 def _layout(height: int, **changes: Any) -> dict[str, Any]:
     axis = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
+    axis["title"] = {"font": {"size": 12}, "standoff": 8}
     layout = {
         "height": height,
-        "margin": {"l": 10, "r": 14, "t": 10, "b": 34},
+        "margin": {"l": 10, "r": 14, "t": 30, "b": 34},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": QUIET},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "hoverlabel": {"font": {"size": 12}},
-        "xaxis": axis | changes.pop("xaxis", {}),
-        "yaxis": axis | changes.pop("yaxis", {}),
+        "legend": {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "traceorder": "normal"},
+        "hoverlabel": {"font": {"size": 12}, "align": "left", "namelength": -1},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)"},
+        "dragmode": "zoom",
+        "xaxis": _over(axis, changes.pop("xaxis", {})),
+        "yaxis": _over(axis, changes.pop("yaxis", {})),
         "barmode": "stack",
         "bargap": 0.25,
         "uirevision": "kept",  # zoom and hidden traces survive an update
     }
     return layout | changes
+
+
+def _over(axis: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return axis | changes | {"title": axis["title"] | changes.get("title", {})}
 
 
 def _names(places: Sequence[str]) -> dict[str, Any]:
@@ -61,14 +73,36 @@ def curves(series: Mapping[str, Sequence[Bucket]], unit: str, height: int = 240)
                 "name": name,
                 "x": [round(1e3 * time_s) for time_s, _ in points],  # plotly's dates: ms since 1970
                 "y": [value for _, value in points],
-                "line": {"width": 1.5, "color": colour(name, index)},
+                "line": {"width": 1.6, "color": colour(name, index)},
+                "hovertemplate": f"%{{y:,.4~g}}<extra>{html.escape(name)}</extra>",
                 "connectgaps": False,
             }
         )
-    return {
-        "data": traces,
-        "layout": _layout(height, xaxis={"type": "date"}, yaxis={"title": {"text": unit}, "rangemode": "tozero"}),
-    }
+    xaxis = {"type": "date", "title": {"text": "time (UTC)"}}
+    yaxis = {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ",.4~g"}
+    few = {"hovermode": "x unified"} if len(traces) <= MOST_TOGETHER else {}
+    return {"data": traces, "layout": _layout(height, xaxis=xaxis, yaxis=yaxis, **few)}
+
+
+def numbers(series: Mapping[str, Sequence[Bucket]], unit: str) -> list[dict[str, Any]]:
+    """What `curves` draws, in numbers: the least, the mean, the greatest and the last of each series, in its unit."""
+    rows = []
+    for name, buckets in series.items():
+        found = [(bucket.mean, bucket.count) for bucket in buckets if bucket.mean is not None]
+        if not found:
+            continue
+        means = [mean for mean, _ in found]
+        rows.append(
+            {
+                "series": name,
+                "least": min(means),
+                "mean": sum(mean * count for mean, count in found) / max(1, sum(count for _, count in found)),
+                "greatest": max(means),
+                "last": means[-1],
+                "unit": unit,
+            }
+        )
+    return rows
 
 
 def _with_gaps(buckets: Sequence[Bucket]) -> list[tuple[float, float | None]]:
@@ -105,38 +139,90 @@ def errors(rows: Sequence[Row], limit: float | None = None) -> Figure:
                 "y": [value or None for value in values],
                 "line": {"color": COLOURS.get(name, LIMIT), "dash": dash, "width": 1.6},
                 "marker": {"size": 6},
+                "hovertemplate": "%{y:.3e}",
             }
         )
     yaxis = {"type": "log", "title": {"text": "relative max-abs"}, "exponentformat": "power", "dtick": 1}
-    return {"data": traces, "layout": _layout(330, xaxis=_names(places), yaxis=yaxis)}
+    return {"data": traces, "layout": _layout(330, xaxis=_names(places), yaxis=yaxis, hovermode="x unified")}
 
 
 def layer_bars(rows: Sequence[Row], phase: str) -> Figure:
-    """Time per block, one bar a block on its slowest rank, with bytes and share of the limit on hover."""
+    """Time per block, one bar a block on its slowest rank, by kind, with bytes and share of the limit on hover."""
     slowest: dict[str, Row] = {}
     for row in rows:
         value = row.get(f"{phase}_ms")
         block = str(row["block"])
         if value is not None and (block not in slowest or value > slowest[block][f"{phase}_ms"]):
             slowest[block] = row
-    kinds = {"mixer": "attention", "ffn": "mlp", "embed": "embedding", "norm": "norm", "head": "head"}
     blocks = list(slowest)
-    colours = [colour(kinds.get(block.rsplit(".", 1)[-1], "other")) for block in blocks]
-    hover = [_hover(slowest[block], phase) for block in blocks]
-    trace = {
-        "type": "bar",
-        "x": blocks,
-        "y": [slowest[block][f"{phase}_ms"] for block in blocks],
-        "marker": {"color": colours},
-        "hovertext": hover,
-        "hoverinfo": "text",
-    }
-    layout = _layout(300, xaxis=_names(blocks), yaxis={"title": {"text": "ms"}})
-    return {"data": [trace], "layout": layout | {"showlegend": False}}
+    by_kind: dict[str, list[str]] = {}
+    for block in blocks:
+        by_kind.setdefault(KINDS.get(block.rsplit(".", 1)[-1], "other"), []).append(block)
+    traces = [
+        {
+            "type": "bar",
+            "name": kind,
+            "x": found,
+            "y": [slowest[block][f"{phase}_ms"] for block in found],
+            "marker": {"color": colour(kind)},
+            "hovertext": [_hover(slowest[block], phase) for block in found],
+            "hoverinfo": "text",
+        }
+        for kind, found in by_kind.items()
+    ]
+    xaxis = _names(blocks) | {"categoryorder": "array", "categoryarray": blocks}
+    layout = _layout(300, xaxis=xaxis, yaxis={"title": {"text": "time (ms)"}, "tickformat": ",.4~g"}, showlegend=True)
+    return {"data": traces, "layout": layout}
+
+
+def roofline(rows: Sequence[Row], bandwidth_bytes_per_s: float | None) -> Figure | None:
+    """What blocks compute in a second over what they compute with a byte, beside what memory allows.
+
+    Rows of `profile`'s table `layers`; bytes are those of the weights; `bandwidth_bytes_per_s` is one rank's. None for
+    rows without work. Williams, Waterman and Patterson, Roofline, 2009.
+    """
+    traces: list[dict[str, Any]] = []
+    for phase, symbol in (("decode", "circle"), ("prefill", "diamond")):
+        found = [r for r in rows if r.get("weight_bytes") and r.get(f"{phase}_flops") and r.get(f"{phase}_ms")]
+        points = [
+            (r[f"{phase}_flops"] / r["weight_bytes"], r[f"{phase}_flops"] / r[f"{phase}_ms"] / 1e6) for r in found
+        ]
+        if not points:
+            continue
+        hover = [
+            f"{html.escape(str(r['block']))}, rank {r['rank']}, {phase}<br>{x:,.4g} FLOP a byte<br>{y:,.4g} GFLOP/s"
+            for r, (x, y) in zip(found, points, strict=True)
+        ]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": phase,
+                "x": [x for x, _ in points],
+                "y": [y for _, y in points],
+                "marker": {"size": 9, "symbol": symbol, "color": colour(phase, len(traces)), "opacity": 0.8},
+                "hovertext": hover,
+                "hoverinfo": "text",
+            }
+        )
+    if not traces:
+        return None
+    if bandwidth_bytes_per_s:
+        across = [x for trace in traces for x in trace["x"]]
+        ends = [min(across) / 2, max(across) * 2]
+        name = f"memory's limit, {bandwidth_bytes_per_s / 2**30:,.1f} GiB/s a rank"
+        line = {"color": LIMIT, "dash": "dash", "width": 1.6}
+        traces.append(
+            {"type": "scatter", "mode": "lines", "name": name, "x": ends, "line": line, "hoverinfo": "name"}
+            | {"y": [bandwidth_bytes_per_s * x / 1e9 for x in ends]}
+        )
+    power = {"type": "log", "tickformat": "~g", "dtick": 1}
+    xaxis = power | {"title": {"text": "FLOP a byte of weights"}}
+    return {"data": traces, "layout": _layout(320, xaxis=xaxis, yaxis=power | {"title": {"text": "GFLOP/s"}})}
 
 
 def _hover(row: Row, phase: str) -> str:
-    lines = [str(row["block"]), f"{row[f'{phase}_ms']:.3f} ms"]
+    lines = [f"{row['block']}, rank {row['rank']}", f"{row[f'{phase}_ms']:.3f} ms"]
     if row.get("weight_bytes"):
         lines.append(f"{row['weight_bytes'] / 2**20:,.2f} MiB of weights")
     if row.get("decode_of_limit") and phase == "decode":
@@ -173,7 +259,7 @@ def timeline(rows: Sequence[Row], phase: str) -> Figure:
             }
         )
     layout = _layout(
-        90 + 34 * max(1, len(lanes)),
+        120 + 34 * max(1, len(lanes)),
         xaxis={"title": {"text": "ms since the step began"}},
         yaxis={
             "type": "category",
@@ -202,12 +288,15 @@ def loading(events: Sequence[tuple[str, float, float]], unit_bytes: float = 2**2
             "name": phase,
             "x": [time_s for time_s, _ in points],
             "y": [done for _, done in points],
-            "line": {"width": 1.6, "color": colour(phase, index)},
+            "line": {"width": 1.6, "color": colour(phase, index), "shape": "hv"},  # between two events nothing is known
             "marker": {"size": 4},
+            "hovertemplate": "%{y:,.4~g} MiB after %{x:.4~g} s",
         }
         for index, (phase, points) in enumerate(by_phase.items())
     ]
-    layout = _layout(280, xaxis={"title": {"text": "s"}}, yaxis={"title": {"text": "MiB"}})
+    layout = _layout(
+        280, xaxis={"title": {"text": "time since the rung began (s)"}}, yaxis={"title": {"text": "read (MiB)"}}
+    )
     return {"data": traces, "layout": layout}
 
 
@@ -229,10 +318,12 @@ def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
             "x": [str(row["layer"]) for row in found],
             "y": [row["rate_bytes_per_s"] / 2**20 for row in found],
             "hovertext": [
-                f"{html.escape(str(row['layer']))}, rank {rank}<br>{row['read_bytes'] / 2**20:,.2f} MiB, there"
-                f" after {row.get('done_s', row.get('read_s', 0.0)):.4f} s"
+                f"{html.escape(str(row['layer']))}, rank {rank}<br>{row['rate_bytes_per_s'] / 2**20:,.1f} MiB/s"
+                f"<br>{row['read_bytes'] / 2**20:,.2f} MiB, there"
+                f" after {1e3 * row.get('done_s', row.get('read_s', 0.0)):.2f} ms"
                 for row in found
             ],
+            "hoverinfo": "text",
             "marker": {"color": colour(f"rank {rank}", rank)},
         }
         for rank, found in ranks.items()
@@ -243,17 +334,7 @@ def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
         name = f"the source gives {limit / 2**20:,.0f} MiB/s"
         traces.append(
             {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [limit / 2**20] * len(places)}
-            | {"line": line}
+            | {"line": line, "hoverinfo": "name"}
         )
-    yaxis = {"title": {"text": "MiB/s"}, "rangemode": "tozero", "tickformat": ",d"}
+    yaxis = {"title": {"text": "rate (MiB/s)"}, "rangemode": "tozero", "tickformat": ",d"}
     return {"data": traces, "layout": _layout(280, xaxis=_names(places), yaxis=yaxis, barmode="group")}
-
-
-def compared(names: Sequence[str], values: Mapping[str, Sequence[float | None]], unit: str) -> Figure:
-    """One figure of several runs side by side."""
-    traces = [
-        {"type": "bar", "name": metric, "x": list(names), "y": list(row), "marker": {"color": colour(metric, index)}}
-        for index, (metric, row) in enumerate(values.items())
-    ]
-    layout = _layout(260, xaxis={"type": "category"}, yaxis={"title": {"text": unit}}, barmode="group")
-    return {"data": traces, "layout": layout}

@@ -44,8 +44,10 @@ def has_figures(part: Any) -> bool:
 
 def text_of(part: Any) -> str:
     """The HTML that stands in the panes of a view, in their order; figures and fields have none."""
+    if not part.visible:
+        return ""
     if isinstance(part, pn.pane.HTML):
-        return str(part.object) if part.visible else ""
+        return str(part.object)
     return "".join(text_of(one) for one in getattr(part, "objects", ()))
 
 

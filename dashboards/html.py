@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.figures import colour
@@ -17,8 +18,16 @@ from firstlight.workbench.report import Metric
 SHORT = 36  # characters that stay on one line
 LONG = 72  # and beyond so many a text is a paragraph, which must not become a tall column
 MOST_ROWS = 500
+MANY = 8  # columns, beyond which they stand closer
 ENDS = re.compile(r"([./_-])(?=\w)")
-STATUSES = ("passed", "failed", "refused", "skipped")
+STATUSES = ("passed", "failed", "refused", "skipped", "differs")
+
+
+class Link(NamedTuple):
+    """A text that leads somewhere on the dashboard: what comes behind `?` in the address."""
+
+    text: str
+    query: str
 
 
 def said(text: object) -> str:
@@ -53,8 +62,8 @@ def status(word: str) -> str:
 
 def figures(items: Iterable[tuple[str, str]]) -> str:
     """Large figures with their names: (name, value in words)."""
-    cells = "".join(f"<div><b>{said(value)}</b><span>{said(name)}</span></div>" for name, value in items)
-    return f'<div class="figures">{cells}</div>'
+    cells = "".join(f"<div><dd>{said(value)}</dd><dt>{said(name)}</dt></div>" for name, value in items)
+    return f'<dl class="figures">{cells}</dl>'
 
 
 def metrics(found: Mapping[str, Metric], prefix: str = "") -> str:
@@ -62,7 +71,12 @@ def metrics(found: Mapping[str, Metric], prefix: str = "") -> str:
     shown = {name: one for name, one in found.items() if one.value is not None and name.startswith(prefix)}
     items = [(name, one) for name, one in shown.items() if words.is_number(one.value)]
     lines = [(name, one) for name, one in shown.items() if not words.is_number(one.value)]
-    large = figures((_plain_name(name), _measured(name, one)) for name, one in items) if items else ""
+    plain = [_plain_name(name) for name, _ in items]
+    cells = [
+        (_told_apart(known, one.unit) if plain.count(known) > 1 else known, _measured(name, one))
+        for known, (name, one) in zip(plain, items, strict=True)
+    ]
+    large = figures(cells) if cells else ""
     small = "".join(
         f'<p><span class="quiet">{said(words.heading(name))}:</span> {said(words.quantity(one.value, one.unit))}</p>'
         for name, one in lines
@@ -79,44 +93,102 @@ def _measured(name: str, metric: Metric) -> str:
     value, unit = metric.value, metric.unit
     if unit in ("share", "x") and "share" in (unit, *name.split("_")) and isinstance(value, int | float):
         return words.quantity(value, "share")
-    return words.quantity(value, "" if words.heading(name).endswith(unit) else unit)
+    return amount(value, "" if words.heading(name).endswith(unit) else unit)
+
+
+def _told_apart(name: str, unit: str) -> str:
+    """A name that stands for several figures, with what its unit says of this one."""
+    kind = "time" if unit in ("s", "ms", "us") else "rate" if unit.endswith("/s") else "bytes" if unit == "B" else unit
+    return f"{name} {kind}".strip()
+
+
+def amount(value: Any, unit: str = "") -> str:
+    """A value with its unit; times below a second in the unit in which they are read."""
+    if unit in ("s", "ms") and words.is_number(value):
+        seconds = value / (1e3 if unit == "ms" else 1)
+        unit, scale = _time_unit(abs(seconds)) if seconds else (unit, 1.0)
+        return f"{words.number(seconds * scale)} {unit}"
+    return words.quantity(value, unit)
+
+
+def _time_unit(largest_s: float) -> tuple[str, float]:
+    return ("s", 1.0) if largest_s >= 1 else ("ms", 1e3) if largest_s >= 1e-3 else ("µs", 1e6)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, most: int = MOST_ROWS) -> str:
-    """Rows by column; columns that say nothing are left out, numbers stand right, long tables are cut and say so."""
+    """Rows by column; columns that say nothing are left out, numbers stand right, long tables are cut and say so.
+
+    The numbers of a column have as many decimals; what a cell rounds stands in full in its title.
+    """
     found = list(columns or dict.fromkeys(key for row in rows for key in row))
     shown = [column for column in found if says_something(column, [dict(row) for row in rows])]
-    kinds = {c: "n" if any(words.is_number(row.get(c)) for row in rows) else "" for c in shown}
-    names = {c: words.heading(c.removesuffix("_bytes_per_s")) for c in shown}
-    head = "".join(f'<th class="{kinds[c]}" scope="col">{said(names[c])}</th>' for c in shown)
-    body = "".join(
-        "<tr>" + "".join(_cell(c, _in_words(c, row.get(c)), kinds[c]) for c in shown) + "</tr>" for row in rows[:most]
-    )
+    made = [_column(column, [row.get(column) for row in rows[:most]]) for column in shown]
+    head = "".join(f'<th class="{kind}" scope="col">{said(name)}</th>' for name, kind, _ in made)
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in zip(*(cells for _, _, cells in made), strict=True))
     more = nothing(f"and {len(rows) - most:,} more rows") if len(rows) > most else ""
-    return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>{body}</table></div>{more}'
+    kind = " ".join(["dense"] * (len(made) > MANY) + ["compact"] * ('<td class="w' not in body))
+    inner = f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return scrolled("table of " + ", ".join(name for name, _, _ in made), inner) + more
+
+
+def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
+    """A column as its heading, the class of its numbers, if it has some, and its cells."""
+    name = words.heading(column.removesuffix("_bytes_per_s"))
+    numbers = [float(value) for value in values if words.is_number(value)]
+    kind = "n" if numbers else ""
+    texts = [value.text if isinstance(value, Link) else _in_words(column, value) for value in values]
+    if numbers and _is_percentage(column):
+        number = _alike(numbers)
+        texts = [f"{number(value)} %" if words.is_number(value) else words.cell(column, value) for value in values]
+    elif numbers and any(isinstance(value, float) for value in values) and words.cell(column, 1.5) == "1.5":
+        scale = 1.0
+        if column.endswith("_s") and not column.endswith("_per_s"):
+            unit, scale = _time_unit(max(map(abs, numbers)) or 1.0)
+            name = f"{name.partition(' (')[0]} ({unit})"
+        number = _alike([scale * one for one in numbers])
+        texts = [number(scale * value) if words.is_number(value) else words.cell(column, value) for value in values]
+    return name, kind, [_cell(column, text, kind, value) for text, value in zip(texts, values, strict=True)]
+
+
+def _is_percentage(column: str) -> bool:
+    return not column.startswith("share_") and (column.endswith("_of_limit") or column == "overlapped")
+
+
+def _alike(numbers: Sequence[float]) -> Callable[[float], str]:
+    """How the numbers of one column are written: with the decimals that four digits of the largest leave.
+
+    Where a number would be lost in that, each is written by itself or, if all are tiny, as powers of ten.
+    """
+    sizes = [abs(number) for number in numbers if number]
+    if not sizes or all(number == int(number) for number in numbers if math.isfinite(number)):
+        return words.number
+    largest, least = max(sizes), min(sizes)
+    if largest < 1e-3:
+        return lambda number: f"{number:.2e}" if number else "0"
+    decimals = max(0, 3 - math.floor(math.log10(largest))) if math.isfinite(largest) else 0
+    decimals = min(decimals, max(len(f"{size:.{decimals}f}".rstrip("0").partition(".")[2]) for size in sizes))
+    if least < 0.5 * 10.0**-decimals:
+        return words.number
+    return lambda number: f"{number:,.{decimals}f}" if number else "0"
 
 
 def _in_words(column: str, value: Any) -> str:
-    """A value by its column's name: rates of bytes with prefixes, shares as percentages, else as everywhere."""
+    """A value by its column's name: rates of bytes with prefixes, else as everywhere."""
     if words.is_number(value) and column.endswith("_bytes_per_s"):
         return words.quantity(value, "B/s")
-    if (
-        words.is_number(value)
-        and not column.startswith("share_")
-        and (column.endswith("_of_limit") or column == "overlapped")
-    ):
-        return words.quantity(value, "%")
-    if words.is_number(value) and column.endswith("_s") and 0 < abs(value) < 1e-3:
-        return words.quantity(value, "s")
     return words.cell(column, value)
 
 
-def _cell(column: str, text: str, kind: str) -> str:
+def _cell(column: str, text: str, kind: str, value: Any) -> str:
     kind = kind or ("t" if len(text) <= SHORT else "w" if len(text) <= LONG else "w x")
     inner = status(text) if column == "status" and text in STATUSES else said(text)
     if kind.startswith("w"):
         inner = ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
-    return f'<td class="{kind}">{inner}</td>'
+    if isinstance(value, Link):
+        inner = f'<a href="?{said(value.query)}">{inner}</a>'
+    in_full = f"{value:,}" if isinstance(value, int) else repr(value)
+    is_rounded = words.is_number(value) and in_full not in (text, f"{text}.0")
+    return f'<td class="{kind}"' + (f' title="{said(in_full)}"' if is_rounded else "") + f">{inner}</td>"
 
 
 def findings(found: Sequence[Finding]) -> str:
@@ -127,13 +199,18 @@ def findings(found: Sequence[Finding]) -> str:
         lines = [f"<b>{said(finding.code)}</b>: {said(finding.message)}"]
         lines += [f'<span class="quiet">{said(name)}:</span> {said(value)}' for name, value in finding_fields(finding)]
         rows.append(f"<tr><td class='t'>{status(finding.severity)}</td><td>{'<br>'.join(lines)}</td></tr>")
-    return f'<div class="scroll" tabindex="0"><table>{"".join(rows)}</table></div>' if rows else nothing("no findings")
+    return scrolled("findings", f"<table class='findings'>{''.join(rows)}</table>") if rows else nothing("no findings")
+
+
+def scrolled(name: str, inner: str) -> str:
+    """What may be wider or longer than its place: reached by keyboard, and named."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{said(name)}">{inner}</div>'
 
 
 def track(share: float, colour_: str = "") -> str:
     """A bar that is `share` (0 to 1) full."""
     style = f"width:{100 * min(1.0, max(0.0, share)):.1f}%" + (f";background:{colour_}" if colour_ else "")
-    return f'<div class="track"><i style="{style}"></i></div>'
+    return f'<div class="track" role="img" aria-label="{100 * share:.0f} %"><i style="{style}"></i></div>'
 
 
 def legend(parts: Iterable[str]) -> str:
@@ -143,21 +220,26 @@ def legend(parts: Iterable[str]) -> str:
     )
 
 
-def stacked(rows: Sequence[tuple[str, Mapping[str, float], str]], longest: float | None = None) -> str:
-    """Bars made of parts: (name, part -> size, the total in words), all on one scale."""
+def stacked(
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    longest: float | None = None,
+    show: Callable[[float], str] = words.number,
+) -> str:
+    """Bars made of parts: (name, part -> size, the total in words), all on one scale; `show` words a size."""
     parts = list(dict.fromkeys(part for _, pieces, _ in rows for part in pieces))
     colours = {part: colour(part, index) for index, part in enumerate(parts)}
     scale = longest or max((sum(pieces.values()) for _, pieces, _ in rows), default=0.0) or 1.0
     cells = []
     for name, pieces, total in rows:
+        there = [(part, size, f"{part} {show(size)}") for part, size in pieces.items() if size > 0]
         inner = "".join(
-            f'<i style="width:{100 * size / scale:.3f}%;background:{colours[part]}" title="{said(part)}"></i>'
-            for part, size in pieces.items()
-            if size > 0
+            f'<i style="width:{100 * size / scale:.3f}%;background:{colours[part]}" title="{said(text)}"></i>'
+            for part, size, text in there
         )
+        label = said(f"{name}: " + ", ".join(text for _, _, text in there))
         cells.append(
-            f'<span class="name" title="{said(name)}">{said(name)}</span><div class="track">{inner}</div>'
-            f'<span class="num">{said(total)}</span>'
+            f'<span class="name" title="{said(name)}">{said(name)}</span>'
+            f'<div class="track" role="img" aria-label="{label}">{inner}</div><span class="num">{said(total)}</span>'
         )
     return f'<div>{legend(parts)}</div><div class="bars">{"".join(cells)}</div>'
 

@@ -14,6 +14,8 @@ def _style(name: str) -> str:
 
 SHEET = _style("sheet.css")
 FIELDS = _style("fields.css")
+CARD = _style("card.css")
+CHART = _style("chart.css")
 NAV = _style("nav.css")
 FRAME = _style("colours.css") + _style("frame.css") + SHEET
 FIRST = _style("first.js")

@@ -16,29 +16,31 @@ from firstlight.workbench.render import words
 
 Row = Mapping[str, Any]
 
-# Colour-blind safe (Okabe and Ito, 2008), readable on light and dark; roles keep their colour in every figure.
+# Okabe and Ito (2008), darkened until each stands out 3 : 1 (WCAG 2.1, 1.4.11) from the light ground and from the dark
+# one; roles keep their colour in every figure. Red is left to limits and failures.
 COLOURS = {
     "attention": "#0072b2",
-    "mlp": "#56b4e9",
+    "mlp": "#3a9bd9",
     "expert": "#009e73",
-    "router": "#f0e442",
-    "embedding": "#cc79a7",
-    "head": "#e69f00",
-    "norm": "#999999",
+    "router": "#a68a00",
+    "embedding": "#c86fa1",
+    "head": "#c98500",
+    "norm": "#8f8f8f",
     "vision": "#d55e00",
     "projector": "#a65628",
     "cache": "#7a68a6",
-    "state": "#b0a4d4",
+    "state": "#9788c6",
     "workspace": "#8c8c8c",
     "free": "rgba(127,127,127,.22)",
     "compute": "#0072b2",
-    "communication": "#e69f00",
-    "waiting": "#bdbdbd",
+    "communication": "#c98500",
+    "waiting": "#949494",
     "free running": "#0072b2",
     "teacher-forced": "#d55e00",
-    "noise floor": "#999999",
+    "noise floor": "#8c8c8c",
 }
-SPARE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+MOST_PLACES = 8  # along the axis of a drawing
+SPARE = ("#3b7dd8", "#d9722a", "#2f9e5b", "#9467d6", "#1f9aa8", "#d0529b", "#94881f", "#a8703f")
 
 STYLE = """
 .fl-fig{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:60rem;color:inherit}
@@ -53,7 +55,10 @@ align-items:center;margin:.14rem 0}
 .fl-fig .name{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .fl-fig.wide .row{grid-template-columns:minmax(4rem,15rem) minmax(5rem,1fr) 19rem}
 @media (max-width:640px){.fl-fig .row,.fl-fig.wide .row{grid-template-columns:1fr max-content;gap:.1rem .7rem}
-.fl-fig .bar{grid-column:1/-1;grid-row:2}.fl-fig .num{white-space:normal}}
+.fl-fig .bar{grid-column:1/-1;grid-row:2}.fl-fig .row .num{white-space:normal}
+.fl-fig.wide .row{grid-template-columns:1fr}.fl-fig.wide .row .name{white-space:normal}
+.fl-fig.wide .row .num{grid-row:3;text-align:left}}
+.fl-fig .drawn{overflow-x:auto}.fl-fig .drawn svg{display:block;min-width:26rem}
 """
 
 
@@ -167,7 +172,7 @@ def _curves(x: Sequence[Any], series: Mapping[str, Sequence[float | None]], titl
         return ""
     low, high = math.floor(math.log10(min(there))), math.ceil(math.log10(max(there)))
     high = max(high, low + 1)
-    left, width, height = 46, 640, 170
+    left, width, height, below = 46, 640, 170, 16
 
     def at(index: int, value: float) -> str:
         across = left + (width - left - 8) * index / (len(x) - 1)
@@ -188,12 +193,19 @@ def _curves(x: Sequence[Any], series: Mapping[str, Sequence[float | None]], titl
         ends = 'stroke-linecap="round" stroke-linejoin="round"'  # a curve of one point is a dot
         dots = " ".join(f"{piece}h0" if piece[0] == "M" else piece for piece in path)
         marks.append(f'<path d="{dots}" fill="none" stroke="{colour(name, index)}" stroke-width="2.2" {ends}{dash}/>')
+    step = max(1, -(-(len(x) - 1) // MOST_PLACES))
+    for place in range(0, len(x), step):
+        anchor = "start" if place == 0 else "end" if place == len(x) - 1 else "middle"
+        across = at(place, 10.0**low).split()[0]
+        where = f'x="{across}" y="{height + 8}" text-anchor="{anchor}"'
+        marks.append(f'<text {where} fill="currentColor">{escape(str(x[place]))}</text>')
     keys = "".join(
         f'<span class="key"><i style="background:{colour(name, index)}"></i>{escape(name)}</span>'
         for index, name in enumerate(series)
     )
-    box = f'viewBox="0 0 {width} {height}" style="max-width:48rem;width:100%;font:11px system-ui,sans-serif"'
-    return f'<div>{keys}</div><svg {box} role="img" aria-label="{escape(title)}">{"".join(marks)}</svg>'
+    box = f'viewBox="0 0 {width} {height + below}" style="max-width:48rem;width:100%;font:11px system-ui,sans-serif"'
+    drawing = f'<svg {box} role="img" aria-label="{escape(title)}">{"".join(marks)}</svg>'
+    return f'<div>{keys}</div><div class="drawn">{drawing}</div>'
 
 
 def memory_map(rows: Sequence[Row]) -> View:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import re
 import threading
 import time
 import warnings
@@ -25,6 +26,7 @@ from firstlight.workbench.export import adaptation, card, latest, write_yaml
 from firstlight.workbench.page import notebook_page
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report, write_atomically
+from firstlight.workbench.runbook_cover import cover
 from firstlight.workbench.runs import Run, RungRecord
 
 GIVEN = ("CHECKPOINT", "RUN", "STOP")  # parameters that every runbook has, set from the command line
@@ -77,16 +79,29 @@ def runbook(
         except RuntimeError as error:  # the kernel's process has ended, or never began
             broken = f"the notebook's kernel ended by itself: {error}"
     run = Run.attach(run.directory)
-    page = notebook_page(target)
-    write_atomically(run.directory / "runbook.html", page.encode())
     _judge(draft, run.record.rungs[before:], broken, target)
     last = latest(run.reports())
+    said = card(run, last) if last else _nothing_of(run)
+    page = _with_cover(notebook_page(target), cover(said, last, draft.checks))
+    write_atomically(run.directory / "runbook.html", page.encode())
     if last:
-        write_yaml(run.directory / "card.yaml", card(run, last))
+        write_yaml(run.directory / "card.yaml", said)
         write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
     draft.metric("notebook", str(target), "")
     draft.metric("page", str(run.directory / "runbook.html"), "", f"{len(page.encode()):,} bytes, opens offline")
     return draft.close()
+
+
+def _nothing_of(run: Run) -> dict[str, Any]:
+    """The card of a run that took no rung."""
+    record = run.record
+    named = {"model": record.model, "checkpoint": record.checkpoint, "created": record.created}
+    return {**named, "command": record.command, "not_verified": [], "warnings": []}
+
+
+def _with_cover(page: str, front: str) -> str:
+    """The page of the notebook with the verdict before everything else."""
+    return re.sub(r"<body[^>]*>", lambda found: found[0] + front, page, count=1)
 
 
 def _literally(path: Path) -> str:

@@ -11,6 +11,34 @@
   }
   document.addEventListener("DOMContentLoaded", look);
 
+  // What components draw as buttons says what it is to who does not see it: pressed or not, more or less.
+  const MUTE = ".bk-btn-group, .bk-spin-btn, input[type=file], .noUi-handle";
+  function tell(root) {
+    root.querySelectorAll(".bk-btn-group .bk-btn:not(:only-child)").forEach((one) =>
+      one.setAttribute("aria-pressed", one.classList.contains("bk-active")));
+    const view = root.querySelector(".bk-btn-group.bk-vertical .bk-active");
+    if (view) document.title = `${view.textContent.trim()} · Firstlight`;
+    root.querySelectorAll(".bk-spin-btn").forEach((one) => {
+      one.setAttribute("aria-label", one.matches(".bk-spin-btn-up") ? "more" : "less");
+      one.tabIndex = -1;  // the arrow keys do the same in the field
+    });
+    root.querySelectorAll(".noUi-handle").forEach((one) => {
+      const title = root.querySelector(".bk-slider-title");
+      one.setAttribute("aria-label", title ? title.textContent.split(":").slice(0, -1).join(":") : "");
+    });
+    root.querySelectorAll("input[type=file]").forEach((one) => one.setAttribute("aria-label", "Picture (optional)"));
+  }
+  const attach = Element.prototype.attachShadow;
+  Element.prototype.attachShadow = function (given) {
+    const root = attach.call(this, given);
+    const watch = new MutationObserver(function () {
+      if (root.querySelector(MUTE)) tell(root);
+      else if (root.querySelector(":not(style):not(link)")) watch.disconnect();  // it has no buttons
+    });
+    watch.observe(root, { childList: true, subtree: true, attributes: true, attributeFilter: ["class"] });
+    return root;
+  };
+
   const address = document.querySelector("link[data-plotly]");
   let coming = null;
   function plotly() {

@@ -8,8 +8,7 @@ import panel as pn
 
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
-from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.dashboards.views.view import FIELD, Chart, Page, column, not_yet, pane, put
 from firstlight.workbench.report import Report
 
 RECEIVES = "A receive holds the waiting for the stage before it, so that it says nothing of the link's rate."
@@ -19,22 +18,23 @@ class Communication:
     title = "Communication"
 
     def __init__(self, page: Page) -> None:
-        self._phase = pn.widgets.RadioButtonGroup(
-            name="Phase", options=["decode", "prefill"], stylesheets=[FIELDS], width=200
-        )
+        self._phase = pn.widgets.RadioButtonGroup(name="Phase", options=["decode", "prefill"], width=200, **FIELD)
         self._phase.param.watch(lambda _: self._draw(), "value")
-        self._top, self._plot, self._rest = pane(), plot(200), pane()
+        self._top, self._rest = pane(), pane()
+        self._timeline = Chart("One step, rank by rank", height=200)
         self._profile: Report | None = None
+        self._missing = ""
         self._version = -1
 
     def panel(self) -> Any:
-        return column(self._top, self._phase, self._plot, self._rest)
+        return column(self._phase, self._top, self._timeline.panel(), self._rest)
 
     def draw(self, snapshot: Snapshot) -> None:
         if snapshot.reports_version == self._version:
             return
         self._version = snapshot.reports_version
         self._profile = snapshot.latest("profile")
+        self._missing = not_yet(snapshot, "Communication", "profile")
         self._draw()
 
     def _draw(self) -> None:
@@ -42,12 +42,9 @@ class Communication:
         rows = profile.tables.get("timeline", []) if profile is not None else []
         self._phase.visible = bool(rows)
         if profile is None:
-            put(
-                self._top,
-                html.page(
-                    html.card("Communication", html.nothing("not profiled yet: firstlight profile CKPT --run RUN"))
-                ),
-            )
+            put(self._top, html.page(self._missing))
+            put(self._rest, "")
+            self._timeline.show(None)
             return
         pp = any(row["phase"] == phase and waits(row["name"]) for row in rows)
         steps = [row for row in profile.tables.get("steps", []) if row["phase"] == phase]
@@ -55,15 +52,19 @@ class Communication:
             (
                 f"rank {row['rank']}",
                 {part: row[f"{part}_ms"] for part in ("compute", "communication", "waiting")},
-                f"{row['compute_ms'] + row['communication_ms'] + row['waiting_ms']:.2f} ms",
+                _ms(row["compute_ms"] + row["communication_ms"] + row["waiting_ms"]),
             )
             for row in steps
         ]
         put(
             self._top,
-            html.page(html.card("Where a step goes", html.stacked(bars) if bars else html.nothing("no steps"))),
+            html.page(
+                html.card(
+                    f"Where a {phase} step goes", html.stacked(bars, show=_ms) if bars else html.nothing("no steps")
+                )
+            ),
         )
-        show(self._plot, figures.timeline(rows, phase) if rows else None)
+        self._timeline.show(figures.timeline(rows, phase) if rows else None)
         put(
             self._rest,
             html.page(
@@ -73,8 +74,20 @@ class Communication:
                     "Collectives of a step",
                     html.table([r for r in profile.tables.get("collectives", []) if r["phase"] == phase]),
                 ),
+                html.card("The step, call by call", html.table(_calls(rows, phase))) if rows else "",
             ),
         )
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f} ms"
+
+
+def _calls(rows: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    """The timeline in words, in the order of time on each rank."""
+    names = ("rank", "kind", "name", "start_ms", "duration_ms", "moved_bytes")
+    mine = sorted((row for row in rows if row["phase"] == phase), key=lambda row: (row["rank"], row["start_ms"]))
+    return [{name: row[name] for name in names} for row in mine]
 
 
 def waits(collective: str) -> bool:

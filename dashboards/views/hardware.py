@@ -8,9 +8,8 @@ import panel as pn
 
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
-from firstlight.dashboards.theme import FIELDS
 from firstlight.dashboards.trails import SPAN_S, SeriesKey, Trail
-from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.dashboards.views.view import FIELD, Chart, Page, column, pane, put
 from firstlight.workbench.readings import Series
 from firstlight.workbench.render import words
 
@@ -25,8 +24,9 @@ class Hardware:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._devices, self._plot, self._note = pane(), plot(300), pane()
-        self._metric = pn.widgets.Select(name="Over the whole run", options=[], stylesheets=[FIELDS], width=300)
+        self._devices = pane()
+        self._metric = pn.widgets.Select(name="Metric", options=[], width=300, **FIELD)
+        self._curves = Chart("Over the whole run", self._metric)
         self._metric.param.watch(lambda _: self._page.when_live(self._draw_history), "value")
         self._series: list[Series] = []
         self._sparks = Sparks()
@@ -34,7 +34,7 @@ class Hardware:
         self._drawn: tuple[str, int] = ("", -1)  # metric and moment of the curves that stand there
 
     def panel(self) -> Any:
-        return column(self._devices, self._metric, self._note, self._plot)
+        return column(self._devices, self._curves.panel())
 
     def draw(self, snapshot: Snapshot) -> None:
         if snapshot.readings_version == self._version:
@@ -53,7 +53,6 @@ class Hardware:
         kinds = dict.fromkeys(
             _kind(one) for one in self._series if one.source not in HIDDEN and "block" not in one.device
         )
-        self._metric.visible = bool(kinds)
         options = list(kinds)
         if options and options != self._metric.options:
             kept = self._metric.value
@@ -64,7 +63,7 @@ class Hardware:
         follower = self._page.follower
         span = follower.span() if follower is not None else None
         if follower is None or span is None or not self._metric.value:
-            show(self._plot, None)
+            self._curves.show(None)
             return
         if self._drawn == (self._metric.value, self._at):
             return
@@ -75,9 +74,11 @@ class Hardware:
         found = follower.history(list(shown), *span, min(600, points))
         curves = {shown[key].device: buckets for key, buckets in found.items() if any(b.count for b in buckets)}
         unit = next((series.unit for series in shown.values()), "")
-        show(self._plot, figures.curves(curves, unit, 300) if curves else None)
         left = len(wanted) - len(shown)
-        put(self._note, html.page(html.nothing(f"{left} more devices are not drawn")) if left > 0 else "")
+        said = html.nothing(f"{left} more devices are not drawn") if left > 0 else ""
+        if curves:
+            said += html.table(figures.numbers(curves, unit))
+        self._curves.show(figures.curves(curves, self._metric.value, 300) if curves else None, said)
 
 
 def _kind(series: Series) -> str:

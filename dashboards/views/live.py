@@ -14,7 +14,7 @@ import panel as pn
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.dashboards.views.view import FIELD, Page, card, column, pane, put
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.inputs.pictures import open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
@@ -25,6 +25,8 @@ from firstlight.workbench.side_files import has_chat_template
 UPDATE_S = 0.08  # an answer that streams is drawn so often
 THUMBNAIL = (144, 144)
 MOST_IDS = 400
+INSIDE = "What goes into the model"
+LATER = "Prompt, token ids and pixel tensors stand here, as the model gets them, once something is asked."
 
 
 class Live:
@@ -38,23 +40,21 @@ class Live:
             rows=2,
             auto_grow=True,
             max_rows=8,
-            stylesheets=[FIELDS],
             sizing_mode="stretch_width",
+            **FIELD,
         )
-        self._picture = pn.widgets.FileInput(accept="image/*", stylesheets=[FIELDS], width=260)
-        self._tokens = pn.widgets.IntInput(
-            name="Longest answer", value=128, start=1, end=4096, stylesheets=[FIELDS], width=110
-        )
+        self._picture = pn.widgets.FileInput(accept="image/*", width=260, **FIELD)
+        self._tokens = pn.widgets.IntInput(name="Longest answer", value=128, start=1, end=4096, width=110, **FIELD)
         self._temperature = pn.widgets.FloatInput(
-            name="Temperature", value=0.0, start=0.0, end=2.0, step=0.1, stylesheets=[FIELDS], width=110
+            name="Temperature", value=0.0, start=0.0, end=2.0, step=0.1, width=110, **FIELD
         )
-        self._seed = pn.widgets.IntInput(name="Seed", value=0, stylesheets=[FIELDS], width=110)
-        self._send = pn.widgets.Button(name="Ask", button_type="primary", stylesheets=[FIELDS], width=90)
-        self._stop = pn.widgets.Button(name="Stop", stylesheets=[FIELDS], width=90, disabled=True)
+        self._seed = pn.widgets.IntInput(name="Seed", value=0, width=110, **FIELD)
+        self._send = pn.widgets.Button(name="Ask", button_type="primary", width=90, **FIELD)
+        self._stop = pn.widgets.Button(name="Stop", width=90, disabled=True, **FIELD)
         self._halt = threading.Event()
         self._send.on_click(lambda _: self._ask())
         self._stop.on_click(lambda _: self._halt.set())
-        self._turns, self._inside, self._state = pane(), pane(), pane()
+        self._turns, self._inside, self._state = pane(), pane(html.page(html.card(INSIDE, html.nothing(LATER)))), pane()
         self._said: list[dict[str, Any]] = []
         self._processor: Processor | None = None
 
@@ -63,9 +63,9 @@ class Live:
             self._send, self._stop, self._tokens, self._temperature, self._seed, margin=0, align_items="end"
         )
         picture = column(
-            pn.pane.HTML("<label>Picture (optional)</label>", stylesheets=[FIELDS], margin=(4, 5, 0, 10)), self._picture
+            pn.pane.HTML("<label>Picture (optional)</label>", stylesheets=[FIELDS], margin=0), self._picture
         )
-        return column(self._state, self._turns, self._text, picture, controls, self._inside)
+        return column(self._state, self._turns, card("", self._text, picture, controls), self._inside)
 
     def draw(self, snapshot: Snapshot) -> None:
         there = snapshot.has_engine
@@ -152,7 +152,7 @@ class Live:
         """Prompt, ids and picture tensors as the model gets them."""
         self._processor = self._processor or Processor.open(checkpoint)
         prepared = self._processor.prepare(text, [open_picture(data)] if data else [], chat)
-        said = html.page(html.card("What goes into the model", _inside(prepared)))
+        said = html.page(html.card(INSIDE, _inside(prepared)))
         self._page.later(lambda: put(self._inside, said))
 
 

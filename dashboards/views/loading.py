@@ -10,7 +10,7 @@ import panel as pn
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, heading, pane, plot, put, show
+from firstlight.dashboards.views.view import MARGIN, Chart, Page, card, column, not_yet, pane, put
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.render import words
 
@@ -24,28 +24,24 @@ class Loading:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._top, self._rates, self._plot, self._step, self._rest = pane(), plot(), plot(280), pane(), pane()
-        self._rates_note = pane(html.page(html.nothing(BY_THEN)))
-        self._rates_title, self._plot_title = heading("Rate of reading, up to each layer"), heading("Bytes over time")
+        self._top, self._step, self._rest = pane(), pane(), pane()
+        self._rates, self._bytes = Chart("Rate of reading, up to each layer"), Chart("Bytes over time")
         self._replay = pn.widgets.IntSlider(
-            name="Replay: event", value=0, start=0, end=1, stylesheets=[FIELDS], sizing_mode="stretch_width"
+            name="Replay: event",
+            value=0,
+            start=0,
+            end=1,
+            stylesheets=[FIELDS],
+            sizing_mode="stretch_width",
+            margin=MARGIN,
         )
+        self._replay_card = card("Replay", self._replay, self._step)
         self._replay.param.watch(lambda _: self._draw_step(), "value")
         self._events: list[ProgressEvent] = []
         self._version: tuple[int, int] = (-1, -1)
 
     def panel(self) -> Any:
-        return column(
-            self._top,
-            self._rates_title,
-            self._rates,
-            self._rates_note,
-            self._plot_title,
-            self._plot,
-            self._replay,
-            self._step,
-            self._rest,
-        )
+        return column(self._top, self._rates.panel(), self._bytes.panel(), self._replay_card, self._rest)
 
     def draw(self, snapshot: Snapshot) -> None:
         count = sum(int(pace.last.time_s * 1000) for (rung, _), pace in snapshot.progress.items() if rung in RUNGS)
@@ -58,14 +54,12 @@ class Loading:
         load = snapshot.latest("load")
         put(self._top, html.page(self._summary(snapshot)))
         points = _points(told)
-        self._plot_title.visible = bool(points)
-        show(self._plot, figures.loading(points) if points else None)
+        self._bytes.show(figures.loading(points) if points else None)
         rows = load.tables.get("by_layer", []) if load is not None else []
         limit = load.metrics["source_limit"].value if load is not None and "source_limit" in load.metrics else None
         bars = figures.layer_rates(rows, limit if isinstance(limit, int | float) else None)
-        self._rates_title.visible = self._rates_note.visible = bars is not None
-        show(self._rates, bars)
-        self._replay.visible = self._step.visible = len(self._events) > 1
+        self._rates.show(bars, html.nothing(BY_THEN) if bars is not None else "")
+        self._replay_card.visible = len(self._events) > 1
         self._replay.end = max(1, len(self._events) - 1)
         self._draw_step()
         tables = {name: found for name, found in load.tables.items() if found} if load is not None else {}
@@ -75,7 +69,7 @@ class Loading:
     def _summary(self, snapshot: Snapshot) -> str:
         load = snapshot.latest("load")
         if load is None:
-            return html.card("Loading", html.nothing("nothing was loaded in this run yet"))
+            return not_yet(snapshot, "Loading", "load")
         checks = [
             {"check": c.name, "status": c.status, "value": c.value, "limit": c.limit, "unit": c.unit}
             for c in load.checks
@@ -94,7 +88,7 @@ class Loading:
         at_s = event.time_s - self._events[0].time_s
         put(
             self._step,
-            html.page(html.card("", f"<p>after {words.seconds(at_s)} · {html.said(said)}</p>{html.track(share)}")),
+            html.page(f"<p>after {html.said(html.amount(at_s, 's'))} · {html.said(said)}</p>{html.track(share)}"),
         )
 
 

@@ -9,10 +9,8 @@ import panel as pn
 
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
-from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, heading, pane, plot, put, show
+from firstlight.dashboards.views.view import FIELD, Chart, Page, column, not_yet, pane, put
 from firstlight.workbench.render import words
-from firstlight.workbench.report import Report
 
 WHOLE = ("memory_used", "resident", "allocated", "reserved")
 KINDS = ("whole devices", "by role")
@@ -24,29 +22,31 @@ class Memory:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._bars, self._plot = pane(), plot(260)
-        self._over_time = heading("Over time, as the system and the engine say")
-        self._kind = pn.widgets.RadioButtonGroup(name="Over time", options=list(KINDS), stylesheets=[FIELDS], width=280)
+        self._bars = pane()
+        self._kind = pn.widgets.RadioButtonGroup(name="Over time", options=list(KINDS), width=280, **FIELD)
+        self._over_time = Chart("Over time, as the system and the engine say", self._kind, height=260)
         self._kind.param.watch(lambda _: self._draw_curves(), "value")
         self._version = -1
         self._drawn = -1
 
     def panel(self) -> Any:
-        return column(self._bars, self._over_time, self._kind, self._plot)
+        return column(self._bars, self._over_time.panel())
 
     def draw(self, snapshot: Snapshot) -> None:
         if snapshot.reports_version != self._version:
             self._version = snapshot.reports_version
-            put(self._bars, html.page(_planned(snapshot), _measured(snapshot.latest("start")), _pools(snapshot)))
+            put(self._bars, html.page(_planned(snapshot), _measured(snapshot), _pools(snapshot)))
         if snapshot.readings_version // 10 != self._drawn:  # a curve of an hour does not move ten times a second
             self._drawn = snapshot.readings_version // 10
             self._page.when_live(self._draw_curves)
 
     def _draw_curves(self) -> None:
         found = self._curves()
-        if found or self._kind.value == KINDS[0]:  # else there is still the other kind to look at
-            self._over_time.visible = self._kind.visible = bool(found)
-        show(self._plot, figures.curves(found, "MiB") if found else None)
+        if found:
+            said = html.table(figures.numbers(found, "MiB"))
+        else:  # there is still the other kind to look at
+            said = html.nothing("no readings of this kind in this run") if self._kind.value != KINDS[0] else ""
+        self._over_time.show(figures.curves(found, "memory (MiB)") if found else None, said)
 
     def _curves(self) -> dict[str, Any]:
         follower = self._page.follower
@@ -84,9 +84,9 @@ def _planned(snapshot: Snapshot) -> str:
     rows = plan.tables.get("ranks", []) if plan is not None else []
     if plan is None or not rows:
         why = next((one.message for one in plan.findings), "") if plan is not None else ""
-        return html.card(
-            "Planned", html.nothing(f"{plan.status}: {why}" if plan is not None and why else "not planned yet")
-        )
+        if plan is None or not why:
+            return not_yet(snapshot, "Planned", "plan")
+        return html.card("Planned", html.nothing(f"{plan.status}: {why}"))
     usable = plan.metrics.get("usable_bytes_per_device")
     longest = float(usable.value) if usable is not None and isinstance(usable.value, int | float) else None
     bars = []
@@ -101,18 +101,19 @@ def _planned(snapshot: Snapshot) -> str:
     if scale:
         bars = [(name, {**parts, "free": max(0.0, scale - sum(parts.values()))}, said) for name, parts, said in bars]
     note = "" if scale else "<p class='quiet'>bars are scaled to the fullest rank, not to the device</p>"
-    return html.card("Planned, by rank and role", html.stacked(bars, scale) + note)
+    return html.card("Planned, by rank and role", html.stacked(bars, scale, show=words.in_bytes) + note)
 
 
-def _measured(start: Report | None) -> str:
+def _measured(snapshot: Snapshot) -> str:
+    start = snapshot.latest("start")
     rows = start.tables.get("memory", []) if start is not None else []
     if not rows:
-        return html.card("Measured", html.nothing("no engine was started in this run"))
+        return not_yet(snapshot, "Measured", "up")
     bars = [
         (f"rank {row['rank']} · {row['device']}", _roles(row), words.in_bytes(sum(_roles(row).values())))
         for row in rows[:64]
     ]
-    return html.card("Measured: what the running engine holds", html.stacked(bars))
+    return html.card("Measured: what the running engine holds", html.stacked(bars, show=words.in_bytes))
 
 
 def _pools(snapshot: Snapshot) -> str:

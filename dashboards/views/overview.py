@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot, progress_rows, requests_once
-from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.dashboards.views.view import Page, column, mesh_of, pane, put
 from firstlight.engine.findings import Finding
-from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.workbench.ladder import highlights
 from firstlight.workbench.render import words
@@ -40,10 +37,39 @@ class Overview:
 
 def _head(snapshot: Snapshot) -> str:
     record = snapshot.record
-    saved = (record.engine or {}).get("options", {}).get("mesh")
-    mesh = f"{msgspec.convert(saved, Mesh).describe()} · " if saved else ""
+    found = mesh_of(snapshot)
+    mesh = f"{found.describe()} · " if found is not None else ""
     said = f"{record.checkpoint} · {mesh}since {record.created[:19].replace('T', ' ')} UTC"
-    return html.page(f"<h1>{html.said(record.model)}</h1><p class='quiet'>{html.said(said)}</p>")
+    head = f"<h1>{html.said(record.model)}</h1><p class='quiet'>{html.said(said)}</p>"
+    return html.page(head + _verdict(snapshot))
+
+
+def _verdict(snapshot: Snapshot) -> str:
+    """The run in one line: how it stands, how far up the ladder, how many checks."""
+    last = {rung.verb: rung.status for rung in snapshot.record.rungs if rung.verb in LADDER}
+    reports = [report for report in _last(snapshot) if report.verb in LADDER]
+    checks = [check.status for report in reports for check in report.checks if check.status != "skipped"]
+    failed = next((verb for verb in LADDER if last.get(verb) in ("failed", "refused")), "")
+    has_died = snapshot.health is not None and snapshot.health.failure is not None
+    running = next((verb for verb in LADDER if verb not in last and _is_running(snapshot, verb)), "")
+    if failed:
+        word, kind = f"{last[failed]} at {failed}", "failed"
+    elif has_died:
+        word, kind = "the engine failed", "failed"
+    elif running:
+        word, kind = f"{running} is running", ""
+    elif not last:
+        word, kind = "nothing was run yet", ""
+    else:
+        word, kind = "passed", "passed"
+    passed = sum(status == "passed" for status in last.values())
+    parts = [f"{passed} of {len(LADDER)} rungs passed"] if last else []
+    if checks:
+        parts.append(f"{checks.count('passed'):,} of {len(checks):,} checks")
+    if snapshot.has_engine:
+        parts.append("its engine answers")
+    said = "".join(f" · {html.said(part)}" for part in parts)
+    return f"<p class='verdict'><span class='status {kind}'>{html.said(word)}</span>{said}</p>"
 
 
 def _ladder(snapshot: Snapshot) -> str:
@@ -54,14 +80,18 @@ def _ladder(snapshot: Snapshot) -> str:
         report = snapshot.latest(verb)
         state = rung.status if rung else "running" if _is_running(snapshot, verb) else ""
         word = state or "not run"
-        took = f" in {words.seconds(rung.duration_s)}" if rung and rung.status != "refused" else ""
+        took = f" in {_took(rung.duration_s)}" if rung and rung.status != "refused" else ""
         said = highlights(report) if report is not None else ""
         forced = " (forced)" if rung and rung.forced else ""
         items.append(
-            f'<li class="{state}"><b>{verb}</b><span class="{state}">{html.said(word + took + forced)}</span><br>'
-            f"<span>{html.said(said)}</span></li>"
+            f'<li class="{state}"><b>{verb}</b><span class="{state}">{html.said(word)}</span>'
+            f"<span>{html.said(took + forced)}</span><p>{html.said(said)}</p></li>"
         )
     return f'<ol class="ladder">{"".join(items)}</ol>'
+
+
+def _took(duration_s: float) -> str:
+    return html.amount(duration_s, "s") if duration_s < 1 else words.seconds(duration_s)
 
 
 def _is_running(snapshot: Snapshot, verb: str) -> bool:
@@ -113,7 +143,7 @@ def _wrong(snapshot: Snapshot) -> str:
         parts.append(html.card("What failed, and what to do next", html.findings(_once(fatal)), "alarm"))
     if rows:
         title = "Checks that failed" if fatal else "What failed"
-        parts.append(html.card(title, f'<div class="scroll" tabindex="0"><table>{rows}</table></div>', "alarm"))
+        parts.append(html.card(title, html.scrolled(title, f"<table>{rows}</table>"), "alarm"))
     return html.page(*parts, _alarms(snapshot)) if parts or snapshot.alarms else ""
 
 
@@ -168,7 +198,7 @@ def _rest(snapshot: Snapshot) -> str:
         parts.append(html.card("Predicted beside measured", html.table(_side_by_side(up))))
     infer = snapshot.latest("infer")
     if infer is not None:
-        parts.append(html.card("Answers", html.table(infer.tables.get("answers", [])[:20])))
+        parts.append(html.card("Answers", html.table(_answers(infer)[:20])))
     if snapshot.requests:
         rows_ = [
             {
@@ -184,6 +214,26 @@ def _rest(snapshot: Snapshot) -> str:
         ]
         parts.append(html.card("Requests, the latest first", html.table(rows_[:50])))
     return html.page(*parts)
+
+
+def _answers(infer: Report) -> list[dict[str, Any]]:
+    """Answers; those that are not what was expected say so."""
+    rows = []
+    for row in infer.tables.get("answers", []):
+        known = row.get("expected")
+        is_right = known is None or _plain(row.get("answer")) == _plain(known)
+        shown = {name: row.get(name) for name in ("picture", "question", "answer")}
+        shown |= {"expected": known and (known if not is_right else "the same"), "status": None}
+        rows.append(shown | ({} if is_right else {"status": "differs"}) | _without(row, "expected"))
+    return rows
+
+
+def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != name}
+
+
+def _plain(text: object) -> str:
+    return " ".join(str(text).lower().replace(".", " ").split())
 
 
 def _last(snapshot: Snapshot) -> list[Report]:
@@ -203,7 +253,7 @@ def _side_by_side(up: Report) -> list[dict[str, Any]]:
                 "figure": row["figure"],
                 "predicted": words.quantity(row["predicted"], unit),
                 "measured": words.quantity(row["measured"], unit),
-                "measured_of_predicted": ratio,
+                "measured_of_predicted": words.quantity(ratio, "share") if ratio is not None else None,
             }
         )
     return rows

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from urllib.parse import urlencode
 
 import panel as pn
 
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot, reports_of
-from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.dashboards.views.view import FIELD, Page, card, column, pane, put
 from firstlight.engine.errors import Refused
 from firstlight.workbench.compare_runs import compare_reports
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
-from firstlight.workbench.runs import Run
+from firstlight.workbench.runs import Run, RunRecord
 
 MOST = 200
+CHOOSE = "Choose two or more to see their figures side by side, and the last to the first."
+
+
+def _status(record: RunRecord) -> str | None:
+    """As the last reports of its rungs have it."""
+    last = {rung.verb: rung.status for rung in record.rungs}.values()
+    return "failed" if any(status != "passed" for status in last) else "passed" if last else None
 
 
 class Runs:
@@ -25,15 +32,20 @@ class Runs:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._list, self._table = pane(), pane()
+        self._list, self._table = pane(), pane(html.page(html.nothing(CHOOSE)))
         self._pick = pn.widgets.MultiSelect(
-            name="Compare: choose two or more", options=[], size=8, stylesheets=[FIELDS], sizing_mode="stretch_width"
+            name="Runs to compare: two or more, with Ctrl or Shift",
+            options=[],
+            size=6,
+            sizing_mode="stretch_width",
+            max_width=420,
+            **FIELD,
         )
         self._pick.param.watch(lambda _: self._compare(), "value")
         self._names: list[str] = []
 
     def panel(self) -> Any:
-        return column(self._pick, self._table, self._list)
+        return column(self._list, card("Compare", self._pick, self._table))
 
     def draw(self, snapshot: Snapshot) -> None:
         runs = self._page.store.runs()
@@ -45,9 +57,10 @@ class Runs:
             self._pick.value = kept
         rows = [
             {
-                "run": name,
+                "run": html.Link(name, urlencode({"run": name, "tab": "Overview"})),
                 "model": record.model,
                 "begun": record.created[:19].replace("T", " "),
+                "status": _status(record),
                 "rungs": ", ".join(
                     f"{verb} {status}"
                     for verb, status in {r.verb: r.status for r in record.rungs}.items()
@@ -74,7 +87,7 @@ class Runs:
     def _compare(self) -> None:
         chosen = [name for name in reversed(self._names) if name in self._pick.value]  # the first in time first
         if len(chosen) < 2:
-            put(self._table, html.page(html.nothing("choose two or more runs to compare them")))
+            put(self._table, html.page(html.nothing(CHOOSE)))
             return
         found: dict[str, tuple[Report, ...]] = {}
         for name in chosen:
@@ -95,6 +108,6 @@ class Runs:
         put(
             self._table,
             html.page(
-                html.card("Figure by figure", html.table(rows) if rows else html.nothing("these runs share no figure"))
+                "<h3>Figure by figure</h3>", html.table(rows) if rows else html.nothing("these runs share no figure")
             ),
         )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.views.communication import waits
-from firstlight.dashboards.views.view import Page, column, pane, put
+from firstlight.dashboards.views.view import Page, column, mesh_of, not_yet, pane, put
 from firstlight.engine.parallel.mesh import AXES, Mesh
 from firstlight.workbench.render import words
 
@@ -33,10 +31,12 @@ class Topology:
         return column(self._all)
 
     def draw(self, snapshot: Snapshot) -> None:
-        saved = (snapshot.record.engine or {}).get("options", {}).get("mesh")
-        mesh = msgspec.convert(saved, Mesh) if saved else None
+        mesh = mesh_of(snapshot)
         if mesh is None:
-            put(self._all, html.page(html.card("Topology", html.nothing("this run has no mesh"))))
+            put(
+                self._all,
+                html.page(not_yet(snapshot, "Topology", "up")),
+            )
             return
         axes = [{"axis": axis, "size": mesh.size(axis), "divides": WHAT[axis]} for axis in AXES if mesh.size(axis) > 1]
         body = html.table(axes) if axes else html.nothing("one rank")
@@ -56,7 +56,8 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
     planned = {row["rank"]: row for row in plan.tables.get("ranks", [])} if plan is not None else {}
     beats = {beat.rank: beat for beat in snapshot.health.ranks} if snapshot.health is not None else {}
     failure = snapshot.health.failure if snapshot.health is not None else None
-    tiles = []
+    tiles: dict[str, list[str]] = {}  # by their place on every axis but the last
+    axes = [axis for axis in AXES if mesh.size(axis) > 1]
     for rank in range(min(mesh.world_size, MOST_RANKS)):
         at = mesh.coordinates(rank)
         where = ", ".join(f"{axis} {at.on(axis)}" for axis in AXES if mesh.size(axis) > 1) or "alone"
@@ -70,9 +71,14 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
         if bad and failure is not None:
             lines.append(f"{failure.phase}: {failure.reason}")
         body = "".join(f"<p class='quiet'>{html.said(line)}</p>" for line in lines)
-        tiles.append(html.card(f"rank {rank}", body, "alarm" if bad else ""))
+        row_of = ", ".join(f"{axis} {at.on(axis)}" for axis in axes[:-1])
+        tiles.setdefault(row_of, []).append(html.card(f"rank {rank}", body, "alarm" if bad else ""))
     more = html.nothing(f"and {mesh.world_size - MOST_RANKS:,} more") if mesh.world_size > MOST_RANKS else ""
-    return f'<div class="grid">{"".join(tiles)}</div>{more}'
+    rows = (
+        (f"<h3>{html.said(name)}</h3>" if name else "") + f'<div class="grid ranks">{"".join(found)}</div>'
+        for name, found in tiles.items()
+    )
+    return f"{''.join(rows)}{more}"
 
 
 def _links(snapshot: Snapshot) -> str:

@@ -8,8 +8,7 @@ import panel as pn
 
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
-from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import Page, column, pane, plot, put, show
+from firstlight.dashboards.views.view import FIELD, Chart, Page, column, not_yet, pane, put
 from firstlight.workbench.report import Report
 
 
@@ -17,20 +16,23 @@ class Verify:
     title = "Verify"
 
     def __init__(self, page: Page) -> None:
-        self._case = pn.widgets.RadioButtonGroup(name="Input", options=[""], stylesheets=[FIELDS], width=320)
+        self._case = pn.widgets.RadioButtonGroup(name="Input", options=[""], width=320, **FIELD)
         self._case.param.watch(lambda _: self._draw(), "value")
-        self._top, self._plot, self._rest = pane(), plot(330), pane()
+        self._top, self._rest = pane(), pane()
+        self._errors = Chart("Error per layer against the reference", height=330)
         self._report: Report | None = None
+        self._missing = ""
         self._version = -1
 
     def panel(self) -> Any:
-        return column(self._top, self._case, self._plot, self._rest)
+        return column(self._case, self._top, self._errors.panel(), self._rest)
 
     def draw(self, snapshot: Snapshot) -> None:
         if snapshot.reports_version == self._version:
             return
         self._version = snapshot.reports_version
         self._report = snapshot.latest("verify")
+        self._missing = not_yet(snapshot, "Verify", "verify")
         cases = (
             [n.removesuffix("layers").strip() for n in self._report.tables if n.endswith("layers")]
             if self._report
@@ -44,11 +46,9 @@ class Verify:
         report, case = self._report, self._case.value or ""
         self._case.visible = len(self._case.options) > 1
         if report is None:
-            put(
-                self._top,
-                html.page(html.card("Verify", html.nothing("not verified yet: firstlight verify CKPT --run RUN"))),
-            )
-            show(self._plot, None)
+            put(self._top, html.page(self._missing))
+            put(self._rest, "")
+            self._errors.show(None)
             return
         failed = [check for check in report.checks if check.status == "failed"]
         said = f"{html.status(report.status)} · {len(report.checks) - len(failed)} of {len(report.checks)} checks"
@@ -62,7 +62,7 @@ class Verify:
         rows = next(
             (rows for name, rows in report.tables.items() if name.startswith(case) and name.endswith("layers")), []
         )
-        show(self._plot, figures.errors(rows) if rows else None)
+        self._errors.show(figures.errors(rows) if rows else None)
         checks = [
             {
                 "status": c.status,

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import panel as pn
 
 from firstlight.dashboards import html
 from firstlight.dashboards.figures import Figure
 from firstlight.dashboards.store import DataStore, Follower, Snapshot
-from firstlight.dashboards.theme import SHEET
+from firstlight.dashboards.theme import CARD, CHART, FIELDS, SHEET
+from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.workbench.runs import LADDER
 
 PLOT = "fl-plot"
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["lasso2d", "select2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
+}
+MARGIN = (0, 14, 10, 0)
+FIELD: dict[str, Any] = {"stylesheets": [FIELDS], "margin": MARGIN}
+"""What every field is made with."""
 
 
 class Page(Protocol):
@@ -46,33 +59,69 @@ def pane(text: str = "") -> Any:
     return pn.pane.HTML(text, stylesheets=[SHEET], sizing_mode="stretch_width", margin=0)
 
 
-def heading(text: str) -> Any:
-    """The title of a figure that stands by itself."""
-    return pane(html.page(f"<h2>{html.said(text)}</h2>"))
-
-
 def put(target: Any, text: str) -> None:
     """Shows a text if it is another one: what did not change is not sent."""
     if target.object != text:
         target.object = text
 
 
-def plot(height: int = 300) -> Any:
-    """A place for a plotly figure; the figure's component is made when there is one to show."""
-    return pn.Column(sizing_mode="stretch_width", margin=0, min_height=height, visible=False, css_classes=[PLOT])
+class Chart:
+    """A card with a figure: its title, what it is chosen by, the figure, and what is said of it in words."""
+
+    def __init__(self, title: str, *controls: Any, height: int = 300) -> None:
+        self._slot = pn.Column(sizing_mode="stretch_width", margin=0, min_height=height)
+        self._note = pane()
+        self._card = card(title, *controls, self._slot, self._note)
+        self._card.css_classes, self._card.visible = [PLOT], False
+
+    def panel(self) -> Any:
+        return self._card
+
+    def show(self, figure: Figure | None, note: str = "") -> None:
+        """Shows a figure, or nothing; `note` is HTML below it. A note alone stands in the figure's place.
+
+        The figure's component is made when there is one to show.
+        """
+        put(self._note, html.page(note) if note else "")
+        self._card.visible = figure is not None or bool(note)
+        self._slot.visible = figure is not None
+        if figure is None:
+            return
+        if self._slot.min_height != figure["layout"]["height"]:
+            self._slot.min_height = figure["layout"]["height"]
+        if not self._slot.objects:
+            self._slot.objects = [
+                pn.pane.Plotly(figure, config=CONFIG, sizing_mode="stretch_width", margin=0, stylesheets=[CHART])
+            ]
+        elif self._slot[0].object != figure:
+            self._slot[0].object = figure
 
 
-def show(target: Any, figure: Figure | None) -> None:
-    """Shows a figure, or nothing."""
-    if figure is None:
-        target.visible = False
-        return
-    if not target.objects:
-        config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
-        target.objects = [pn.pane.Plotly(figure, config=config, sizing_mode="stretch_width", margin=0)]
-    elif target[0].object != figure:
-        target[0].object = figure
-    target.visible = True
+def mesh_of(snapshot: Snapshot) -> Mesh | None:
+    """The mesh that the run's engine has, or is to have."""
+    saved = (snapshot.record.engine or {}).get("options", {}).get("mesh")
+    return msgspec.convert(saved, Mesh) if saved else None
+
+
+def not_yet(snapshot: Snapshot, title: str, verb: str) -> str:
+    """A card for what a rung has not done in this run: why, if the ladder stopped before, and the command that does."""
+    directory, checkpoint = Path(snapshot.directory), snapshot.record.checkpoint
+    last = {rung.verb: rung.status for rung in snapshot.record.rungs}
+    said = "No engine was started in this run." if verb == "up" else f"The rung {verb} was not run."
+    stopped = next((one for one in LADDER if last.get(one) in ("failed", "refused")), "")
+    if stopped and stopped != verb:
+        said += f" The ladder stopped at {stopped}: Overview says why, and what to do next."
+    mesh = mesh_of(snapshot) if verb != "scan" else None
+    axes = [word for axis in AXES if mesh and mesh.size(axis) > 1 for word in (f"--{axis}", str(mesh.size(axis)))]
+    place = f"{directory.parent.name}/{directory.name}"
+    command = shlex.join(["firstlight", verb, checkpoint, *axes, "--run", place])
+    return html.card(title, html.nothing(said) + f"<pre>{html.said(command)}</pre>")
+
+
+def card(title: str, *parts: Any) -> Any:
+    """Components in a card of their own."""
+    head = [pane(html.page(f"<h2>{html.said(title)}</h2>"))] if title else []
+    return pn.Column(*head, *parts, sizing_mode="stretch_width", margin=0, stylesheets=[CARD])
 
 
 def column(*parts: Any) -> Any:

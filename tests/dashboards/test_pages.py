@@ -25,7 +25,7 @@ TABS = {  # what each tab shows of the live run
     "Memory": ["Planned, by rank and role", "Measured: what the running engine holds", "rank 1"],
     "Loading": ["resident bytes are those planned", "rank"],
     "Layers": ["Operators, rank 0", "layers.0.mixer", "decode (ms)"],
-    "Communication": ["Where a step goes", "Overlap, by rank", "all_reduce tp"],
+    "Communication": ["Where a decode step goes", "Overlap, by rank", "all_reduce tp"],
     "Verify": ["checks", "prompt layers", "noise"],
     "Live": ["BF16 on cpu", "Ask"],
     "Hardware": ["host", "memory total", "not available", "nvml"],
@@ -83,6 +83,8 @@ def test_a_link_leads_to_a_tab_of_a_run_and_tabs_are_reached_by_keyboard(
     page.get_by_role("button", name="Layers", exact=True).focus()
     page.keyboard.press("Enter")
     page.get_by_text("Operators, rank 0").first.wait_for()
+    page.get_by_role("button", name="Layers", exact=True, pressed=True).wait_for()
+    page.wait_for_function("document.title.startsWith('Layers')")
     page.wait_for_url("**tab=Layers*")
     before = page.evaluate("document.documentElement.dataset.theme")
     page.get_by_text("light / dark").click()

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from firstlight.dashboards.store import DataStore, Follower, requests_once
 from firstlight.dashboards.views.communication import _slowest
 from firstlight.engine.errors import Refused
 from firstlight.workbench.events import SERVED, ProgressEvent, RequestEvent
+from firstlight.workbench.figures import COLOURS, SPARE
 from firstlight.workbench.readings import Bucket, Reading
-from firstlight.workbench.report import Draft
+from firstlight.workbench.report import Draft, Metric
 from firstlight.workbench.runs import Run
 from tests.waiting import until
 
@@ -343,8 +346,64 @@ def test_a_receive_waits_and_is_no_link_and_many_names_are_thinned() -> None:
 def test_figures_stand_in_their_own_unit() -> None:
     shares = {"overlapped": 75.0, "decode_of_limit": 6.5, "share_of_limit": 0.25}
     shown = html.table([shares | {"waited_s": 8.5e-6, "rate_bytes_per_s": 2.0**20}])
-    for expected in (">75 %<", ">6.5 %<", ">25 %<", ">8.5 us<", ">1.00 MiB/s<"):
+    for expected in (">75 %<", ">6.5 %<", ">25 %<", ">waited (µs)<", ">8.5<", ">1.00 MiB/s<"):
         assert expected in shown, expected
+
+
+def test_numbers_of_a_column_stand_under_each_other_and_in_full_in_their_titles() -> None:
+    def column(name: str, *values: float | None) -> list[str]:
+        return re.findall(r'<td class="n"[^>]*>([^<]*)<', html.table([{name: value} for value in values]))
+
+    assert column("decode_ms", 2.5938, 3.8, 0.069172) == ["2.594", "3.800", "0.069"]
+    assert column("total_s", 1.30812, 0.6339) == ["1.308", "0.634"]
+    assert column("first_token_s", 0.4202, 0.0211, None) == ["420.2", "21.1", ""], "milliseconds"
+    assert column("floor", 6.1349e-7, 0.0, 1e-4) == ["6.13e-07", "0", "1.00e-04"]
+    assert column("kl", 0.25, 1e-9) == ["0.25", "1e-09"], "none is lost in the rounding of another"
+    assert column("count", 146, 8_758_016) == ["146", "8,758,016"]
+    assert 'title="2.5938"' in html.table([{"decode_ms": 2.5938}, {"decode_ms": 123.4}])
+
+
+def test_a_roofline_places_blocks_by_what_they_make_of_a_byte() -> None:
+    row = {"block": "layers.0.ffn", "rank": 0, "weight_bytes": 1000, "decode_flops": 2000, "prefill_flops": 256_000}
+    figure = figures.roofline([row | {"decode_ms": 1.0, "prefill_ms": 2.0}], 5e9)
+    assert figure is not None
+    decode, prefill, limit = figure["data"]
+    assert (decode["x"], decode["y"]) == ([2.0], [0.002])
+    assert (prefill["x"], prefill["y"]) == ([256.0], [0.128])
+    assert [y / x for x, y in zip(limit["x"], limit["y"], strict=True)] == pytest.approx([5.0, 5.0])
+    assert figures.roofline([row | {"decode_ms": None}], 5e9) is None
+
+
+def test_figures_of_one_name_are_told_apart() -> None:
+    found = {"read_bytes": Metric(value=2**20, unit="B"), "read_s": Metric(value=0.0213, unit="s")}
+    shown = html.metrics(found)
+    for expected in (">1.00 MiB<", ">read bytes<", ">21.3 ms<", ">read time<"):
+        assert expected in shown, expected
+
+
+def test_every_colour_stands_out_from_light_and_dark() -> None:
+    """WCAG 2.1: text 4.5 to 1 (1.4.3), lines and bars 3 to 1 (1.4.11), on the ground that they stand on."""
+
+    def luminance(colour: str) -> float:
+        colour = colour if len(colour) == 7 else "#" + "".join(2 * one for one in colour[1:])
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [one / 12.92 if one <= 0.03928 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+        return sum(share * one for share, one in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    style = resources.files("firstlight.dashboards").joinpath("style/colours.css").read_text(encoding="utf-8")
+    drawn = [one for one in (*COLOURS.values(), *SPARE, figures.LIMIT) if one.startswith("#")]
+    for line in style.splitlines():
+        named = dict(re.findall(r"--fl-([a-z]+): (#[0-9a-f]+)", line))
+        for word in ("text", "quiet", "accent", "good", "bad", "warn"):
+            for ground in ("ground", "card"):
+                assert contrast(named[word], named[ground]) >= 4.5, (word, ground, line)
+        assert contrast(named["accent"], named["wash"]) >= 4.5
+        for colour in drawn:
+            assert contrast(colour, named["card"]) >= 3.0, (colour, line)
 
 
 def test_a_request_that_a_rung_recorded_is_not_shown_twice() -> None:
