@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -121,7 +121,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = Path(tempfile.mkstemp(prefix="firstlight-rank-", suffix=".log")[1])
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it goes with this process
 
     def where(self) -> tuple[str, str, int]:
         """(address of the host in Ray's cluster, its name, a port that is free on it)."""
@@ -133,14 +133,13 @@ class Keeper:
 
     def start(self, module: str, given: bytes, environment: dict[str, str]) -> int:
         """Run a module with this environment on top of the host's own and `given` as its input; its process id."""
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=child_environment(**environment),
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env=child_environment(**environment),
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(given)
         self._process.stdin.close()
@@ -152,14 +151,14 @@ class Keeper:
 
     def said(self) -> str:
         """What it wrote."""
-        return self._log.read_text(errors="replace")
+        return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
         """Kill it, if it still runs, and forget what it wrote."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._log.unlink(missing_ok=True)
+        self._log.close()
 
 
 class RayRanks:
