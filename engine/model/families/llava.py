@@ -14,17 +14,15 @@ from firstlight.engine.model.families.vision_common import (
     feature_layers,
     image_token,
     joined,
+    layer,
     plain_head,
     tied,
     tower_config,
 )
 from firstlight.engine.model.rules import Part, WeightRule, ignored, rule
 from firstlight.engine.model.spec import (
-    MLP,
     ActivationStep,
-    Attention,
     Chain,
-    LayerSpec,
     LinearStep,
     ModelSpec,
     Norm,
@@ -39,33 +37,15 @@ def _tower(config: Config) -> dict[str, Any]:
     clip = kind == "clip_vision_model"
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     norm = Norm(kind="layer", eps=float(config.get("layer_norm_eps", 1e-5 if clip else 1e-6)), bias=True)
-    head_dim = hidden // heads
-    layer = LayerSpec(
-        mixer=Attention(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            qkv_bias=True,
-            output_bias=True,
-            causal=False,
-        ),
-        ffn=MLP(
-            intermediate=config.size("intermediate_size"),
-            activation=activation(config, default="quick_gelu" if clip else "gelu_pytorch_tanh"),
-            gated=False,
-            bias=True,
-        ),
-        mixer_norm=norm,
-        ffn_norm=norm,
-    )
+    act = activation(config, default="quick_gelu" if clip else "gelu_pytorch_tanh")
+    one = layer(norm, heads, hidden, config.size("intermediate_size"), act)
     config.get("vocab_size"), config.get("vision_use_head")
     return {
         "image_size": config.size("image_size"),
         "patch_size": config.size("patch_size"),
         "channels": int(config.get("num_channels", 3)),
         "hidden": hidden,
-        "layers": (layer,) * config.size("num_hidden_layers"),
+        "layers": (one,) * config.size("num_hidden_layers"),
         "patch_bias": not clip,
         "class_token": clip,
         "pre_norm": norm if clip else None,

@@ -2,9 +2,9 @@
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import activation
-from firstlight.engine.model.families.vision_common import axial, count
+from firstlight.engine.model.families.vision_common import axial, count, layer
 from firstlight.engine.model.rules import WeightRule, rule
-from firstlight.engine.model.spec import MLP, Attention, LayerSpec, MergedProjector, MoonViT, Norm
+from firstlight.engine.model.spec import MergedProjector, MoonViT, Norm
 
 FLOAT32_EPS = 2.0**-23  # torch's own for an RMSNorm that is given none
 PROJECTORS = ("patchmerger", "patchmergerv2")  # a norm of each patch before it, or one of what comes out
@@ -25,30 +25,21 @@ def moonvit(config: Config, text_hidden: int, image_token_id: int) -> MoonViT:
         config.refuse("qkv_hidden_size", config.get("qkv_hidden_size", hidden), f"{heads} heads of a multiple of 4")
     down, across = (int(size) for size in config.get("merge_kernel_size", [2, 2]))
     attention_bias = bool(config.get("attn_bias", True))
-    layer = LayerSpec(
-        mixer=Attention(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
-            causal=False,
-        ),
-        ffn=MLP(
-            intermediate=config.size("vt_intermediate_size", "intermediate_size"),
-            activation=activation(config, act, "gelu_pytorch_tanh"),
-            gated=False,
-            bias=bool(config.get("linear_bias", True)),
-        ),
-        mixer_norm=norm,
-        ffn_norm=norm,
+    one = layer(
+        norm,
+        heads,
+        heads * head_dim,
+        config.size("vt_intermediate_size", "intermediate_size"),
+        activation(config, act, "gelu_pytorch_tanh"),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(config.get("linear_bias", True)),
     )
     grid, read_square = _grid(config)
     return MoonViT(
         patch_size=config.size("patch_size"),
         hidden=hidden,
-        layers=(layer,) * config.size("vt_num_hidden_layers", "num_hidden_layers"),
+        layers=(one,) * config.size("vt_num_hidden_layers", "num_hidden_layers"),
         grid=grid,
         read_square=read_square,
         frames=count(config, "init_pos_emb_time", 4, "pos_emb_time"),

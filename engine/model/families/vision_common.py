@@ -50,7 +50,7 @@ def layer(
             output_bias=output_bias,
             causal=False,
             qk_norm=qk_norm,
-            qk_norm_over="width",
+            qk_norm_over="heads" if qk_norm is None else "width",
         ),
         ffn=MLP(intermediate=intermediate, activation=activation, gated=gated, bias=mlp_bias),
         mixer_norm=norm,
