@@ -39,6 +39,8 @@ COLOURS = {
     "teacher-forced": "#d55e00",
     "noise floor": "#8c8c8c",
 }
+SEP = '<span class="sep">: </span>'  # read where styles are taken out, as of a notebook that is not trusted
+ON_ANY_GROUND = "#7a7a7a"  # of text in a notebook, which is light or dark: as far from #fff as from JupyterLab's #111
 MOST_PLACES = 8  # along the axis of a drawing
 SPARE = ("#3b7dd8", "#d9722a", "#2f9e5b", "#9467d6", "#1f9aa8", "#d0529b", "#94881f", "#a8703f")
 
@@ -58,6 +60,7 @@ align-items:center;margin:.14rem 0}
 .fl-fig .bar{grid-column:1/-1;grid-row:2}.fl-fig .row .num{white-space:normal}
 .fl-fig.wide .row{grid-template-columns:1fr}.fl-fig.wide .row .name{white-space:normal}
 .fl-fig.wide .row .num{grid-row:3;text-align:left}}
+.fl-fig .sep{display:none}
 .fl-fig .drawn{overflow-x:auto}.fl-fig .drawn svg{display:block;min-width:26rem}
 """
 
@@ -334,7 +337,7 @@ def _lane(rank: int, kind: str, rows: Sequence[Row], end_ms: float) -> str:
     total = sum(row["duration_ms"] for row in mine)
     return (
         f'<div class="row"><span class="name">{_lane_name(rank, kind)}</span>'
-        f'<span class="bar" style="position:relative">{pieces}</span><span class="num">{total:.2f} ms</span></div>'
+        f'<span class="bar" style="position:relative">{pieces}</span>{SEP}<span class="num">{total:.2f} ms</span></div>'
     )
 
 
@@ -344,7 +347,7 @@ def colour(name: str, index: int = 0) -> str:
 
 
 def dressed(figure: Any, title: str, height: int) -> Any:
-    """The common look: no frame, transparent ground, room for long names."""
+    """The common look: no frame, transparent ground, room for long names; readable in light and dark notebooks."""
     figure.update_layout(
         title={"text": title, "font": {"size": 14}},
         height=height,
@@ -352,10 +355,13 @@ def dressed(figure: Any, title: str, height: int) -> Any:
         legend={"orientation": "h", "y": -0.35},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(127,127,127,0.06)",
-        font={"family": "system-ui, sans-serif", "size": 12},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": ON_ANY_GROUND},
+        hoverlabel={"align": "left", "namelength": -1},
         bargap=0.25,
     )
-    figure.update_yaxes(automargin=True)
+    lines = {"gridcolor": "rgba(127,127,127,.25)", "zerolinecolor": "rgba(127,127,127,.4)"}
+    figure.update_xaxes(automargin=True, **lines)
+    figure.update_yaxes(automargin=True, **lines)
     return figure
 
 
@@ -371,7 +377,7 @@ def _bar(
     total = escape(show(sum(pieces.values())))
     return (
         f'<div class="row"><span class="name" title="{escape(name)}">{escape(name)}</span>'
-        f'<span class="bar">{inner}</span><span class="num">{total}</span></div>'
+        f'<span class="bar">{inner}</span>{SEP}<span class="num">{total}</span></div>'
     )
 
 

@@ -20,7 +20,7 @@ from IPython.display import HTML, display
 
 from firstlight.engine.errors import FirstlightError
 from firstlight.workbench.events import ProgressEvent
-from firstlight.workbench.figures import STYLE
+from firstlight.workbench.figures import COLOURS, SEP, STYLE
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
 
@@ -76,7 +76,7 @@ class ProgressView:
             said = escape("   ".join(part for part in (amount, rate, took, last.detail) if part))
             rows.append(
                 f'<div class="row"><span class="name">{escape(rung)} · {escape(phase)}</span><span class="bar">'
-                f'<i style="width:{100 * share:.1f}%;background:#0072b2"></i></span>'
+                f'<i style="width:{100 * share:.1f}%;background:{COLOURS["compute"]}"></i></span>{SEP}'
                 f'<span class="num">{said}</span></div>'
             )
         return f'<div class="fl-fig wide"><style>{STYLE}</style>{"".join(rows)}</div>'
@@ -157,7 +157,7 @@ class Stepper:
         if not self.held:
             return ""
         rows = "".join(
-            f'<div class="row"><span class="name">held behind {escape(event.detail)}</span><span class="num">'
+            f'<div class="row"><span class="name">held behind {escape(event.detail)}</span>{SEP}<span class="num">'
             f"{escape(event.phase)}: {_amount_so_far(event)}, for {words.seconds(held_s)}</span></div>"
             for event, held_s in self.held
         )

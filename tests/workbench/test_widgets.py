@@ -1,6 +1,7 @@
 """Live views outside a browser: what they show, and the static twins that stay."""
 
 import io
+import re
 import subprocess
 import sys
 import threading
@@ -78,6 +79,8 @@ def test_figures_have_a_live_and_a_static_form() -> None:
     bundle = view._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.plotly.v1+json", "text/html"}
     assert "3.00 MiB" in view.html
+    bare = re.sub(r"<style>.*?</style>|<[^>]*>", "", view.html, flags=re.DOTALL)
+    assert "rank 1: 3.00 MiB" in bare, "what a notebook that is not trusted leaves of it says the same"
     assert [trace.name for trace in view.figure().data] == ["attention", "cache"]
     errors = figures.errors_by_layer([{"of": HOSTILE, "free_running": 1e-6, "teacher_forced": None}])
     assert HOSTILE not in errors.html
