@@ -22,7 +22,7 @@ ARGS ?=
 
 # What holds families against their references.
 FAMILY_TESTS := tests/engine/model/test_equality.py tests/engine/model/test_ling.py tests/engine/model/test_vision.py \
-	tests/engine/model/test_kimi_k3.py tests/engine/parallel/test_meshes.py
+	tests/engine/model/test_kimi_k3.py tests/engine/model/test_kimi_vl.py tests/engine/parallel/test_meshes.py
 
 .PHONY: help
 help: ## show this list
