@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger
+from firstlight.engine.weights.lots import Consumed
 
 FILE = "ledger.sqlite"
 COLUMNS = ("tensor", "file", "dtype", "shape", "total_bytes", "verdict", "goes_to")
@@ -76,9 +77,13 @@ class LedgerFile:
 
 
 def _rows(checkpoint: Checkpoint, ledger: Ledger) -> Iterator[tuple[object, ...]]:
-    for name, info in checkpoint.tensors.items():
+    of_lots = ledger.consumed.of_lots() if isinstance(ledger.consumed, Consumed) else {}
+    for info in checkpoint.tensors.values():
+        name = info.name
         verdict: Verdict
-        if name in ledger.consumed:
+        if name in of_lots:
+            verdict, goes_to = "consumed", of_lots[name]
+        elif name in ledger.consumed:
             verdict, goes_to = "consumed", ", ".join(ledger.consumed[name][:8])
             left = len(ledger.consumed[name]) - 8
             goes_to += f" and {left} more" if left > 0 else ""

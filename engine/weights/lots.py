@@ -227,6 +227,16 @@ class Consumed(_Book[tuple[str, ...]]):
     def add(self, lot: Lot) -> None:
         self._lots.update((kind.pattern, lot) for kind in lot.kinds)
 
+    def of_lots(self) -> dict[str, str]:
+        """All tensors of lots at once, each with the parameter that it fills."""
+        found: dict[str, str] = {}
+        for lot in self.lots:
+            for kind in lot.kinds:
+                params = kind.as_names(lot.params)
+                assert params is not None
+                found.update(zip(kind.names, params, strict=True))
+        return found
+
     def _of_lot(self, name: str) -> tuple[str, ...] | None:
         lot = self._lots.get(pattern_of(name)) if self._lots else None
         if lot is None or name not in self._tensors:

@@ -52,7 +52,7 @@ def opened(home: Path) -> None:
 
     found = Checkpoint.open(home)
     assert len(found.tensors) == TENSORS
-    assert not found.findings
+    assert {finding.code for finding in found.findings} <= {"unwritten-bytes"}  # the files are sparse
 
 
 def planned(home: Path) -> float:
