@@ -7,10 +7,7 @@ Source: transformers 5.24, utils/chat_template_utils.py.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -138,7 +135,9 @@ class ChatTemplate:
 
     @cached_property
     def _environment(self) -> BoundedEnvironment:
-        return _environment()
+        from firstlight.engine.inputs.template_words import environment
+
+        return environment()
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -199,78 +198,3 @@ def _plain(value: Any) -> Any:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _environment() -> BoundedEnvironment:
-    """Jinja's sandbox, bounded, with transformers' filters, functions and the `generation` tag."""
-    import jinja2
-    import jinja2.ext
-
-    from firstlight.engine.inputs.template_bounds import MOST_WIDTH, BoundedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant wrote; the text is kept, variables set inside stay inside."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_kept"), [], [], body).set_lineno(line)
-
-        def _kept(self, caller: jinja2.runtime.Macro) -> str:
-            return caller()
-
-    class Dict:
-        """`dict` as a function; the type itself would open its attributes to the template."""
-
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-            return dict(*args, **kwargs)
-
-        def fromkeys(self, *args: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*args)
-
-    class Namespace(jinja2.utils.Namespace):
-        """A namespace that refuses names by which a template could reach Python's internals."""
-
-        def __init__(*args: Any, **kwargs: Any) -> None:
-            attributes = dict(*args[1:], **kwargs)
-            for name in attributes:
-                _check_name(name)
-            jinja2.utils.Namespace.__init__(args[0], attributes)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check_name(name)
-            super().__setitem__(name, value)
-
-    def _check_name(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace attribute must not begin with an underscore: {name!r}")
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(form: str) -> str:
-        if any(len(digits) >= len(str(MOST_WIDTH)) for digits in re.findall(r"\d+", form)):
-            raise jinja2.exceptions.SecurityError("a date that is too wide")
-        return datetime.now().astimezone().replace(tzinfo=None).strftime(form)
-
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    environment.globals["dict"] = Dict()
-    environment.globals["namespace"] = Namespace
-    environment.bound_filters()
-    return environment
