@@ -30,6 +30,7 @@ from firstlight.engine.weights.index import (
 from firstlight.engine.weights.shards import ADAPTERS, OTHER_FORMATS, PICKLES, nothing, only_an_adapter, shard_files
 from firstlight.engine.weights.slices import byte_runs
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource
+from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
 from firstlight.engine.weights.uncollected import uncollected
 
@@ -78,6 +79,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         files, findings = shard_files(directory, names, index)
         findings = [*config_twice(twice), *(index.findings if index else ()), *findings]
         source = open_source(directory)
+        _remember(source, files)
         tensors, problems, broken = _headers(directory, source, files, index)
         findings.extend(problems)
         if index is not None:
@@ -221,6 +223,13 @@ def _unread(tensor: TensorInfo, why: Finding) -> Finding:
         found=why.found or why.message,
         next=why.next,
     )
+
+
+def _remember(source: ByteSource, files: Sequence[str]) -> None:
+    """What each file is before its header is read: whatever is read of it later is held against that."""
+    for file in files if isinstance(source, LocalFiles) else ():
+        with contextlib.suppress(Refused):  # why it cannot be read is said where its header is
+            source.stat(file)
 
 
 def _headers(

@@ -188,7 +188,7 @@ def _checked(url: str) -> str:
                 next="put credentials where the provider's tools look for them (environment, ~/.netrc)",
             )
         )
-    return url.rstrip("/")
+    return f"{parts.scheme}{url[len(parts.scheme) :]}".rstrip("/")
 
 
 class _Threads(ThreadPoolExecutor):

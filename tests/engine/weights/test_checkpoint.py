@@ -360,6 +360,16 @@ def test_a_shard_that_was_written_in_part(home: Path) -> None:
     assert 1000 <= start < len(data) + (1 << 20)
 
 
+def test_a_shard_that_is_replaced_after_its_header_was_read(home: Path) -> None:
+    """By one of the same size, with other tensors at the same places: bytes of one would be read as another's."""
+    checkpoint = Checkpoint.open(home)
+    (home / "new").write_bytes((home / SECOND).read_bytes().replace(b"layers.1", b"layers.7"))
+    (home / "new").replace(home / SECOND)
+    with pytest.raises(Refused, match="changed while it was being read"):
+        checkpoint.read_bytes("model.layers.1.mlp.up_proj.weight")
+    assert "model.layers.7.mlp.up_proj.weight" in Checkpoint.open(home).tensors
+
+
 def test_a_directory_named_like_a_shard(home: Path) -> None:
     (home / SECOND).unlink()
     (home / SECOND).mkdir()
