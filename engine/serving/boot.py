@@ -15,6 +15,7 @@ from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.build import Model
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignModel, ForeignSpec, provider_of
+from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import MLA, MLP, Attention, CacheSpec, ModelSpec, MoE
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
@@ -31,7 +32,7 @@ from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.loader import TORCH_DTYPES, LoadProgress, Weights
+from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
 from firstlight.engine.weights.residency import Kind
 from firstlight.kernels.registry import Choice, NotSupportedError, choose
 
@@ -78,14 +79,7 @@ def bring_up(
     if device.type == "cpu":
         torch.set_num_threads(max(1, (options.threads or settings.threads) // local_ranks))
     pulse.enter("ledger")
-    if options.fallback:
-        FAMILIES.fall_back(provider_of(options.fallback, options.checkpoint, options.trust_remote_code))
-    checkpoint = Checkpoint.open(options.checkpoint)
-    checkpoint.refuse_if_broken()
-    if local_ranks < options.mesh.world_size:
-        refuse_other_files(checkpoint, comms.control)
-    spec, matcher = FAMILIES.describe(checkpoint.config)
-    refuse_impossible(spec, options.mesh, options.expert_exchange)
+    checkpoint, spec, matcher = _opened(options, comms, local_ranks)
     if isinstance(spec, ForeignSpec):
         return _bring_up_foreign(options, comms, pulse, checkpoint, spec, device)
     ledger = account(checkpoint, spec, matcher)
@@ -94,14 +88,18 @@ def bring_up(
     context = context_of(options, spec, device.type)
     ops = operators_of(options, spec, device, dtype, context, settings)
     pulse.enter("load")
-
-    def progress(now: LoadProgress) -> None:
-        pulse.progress(now.bytes_done, now.bytes_total)
-
     keep, _ = kept_roles(options.packed, device.type)
     pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep)
     kind: Kind = options.residency  # type: ignore[assignment]
-    weights = hold(checkpoint, pieces, device, kind, options.weights_budget, options.load_threads, progress=progress)
+    weights = hold(
+        checkpoint,
+        pieces,
+        device,
+        kind,
+        options.weights_budget,
+        options.load_threads,
+        progress=lambda now: pulse.progress(now.bytes_done, now.bytes_total),
+    )
     pulse.enter("build")
     choices = Choices(ops, settings.cache_dir)
     choices.recall()
@@ -113,17 +111,9 @@ def bring_up(
         model = Model(spec, weights, ops)
     choices.keep()
     pulse.enter("cache")
-    most = most_pages(options, model.cache_specs, device, TORCH_DTYPES[dtype], comms)
-    limits = limits_of(options, context, device.type, most)
-    cache = KVCache(
-        model.cache_specs,
-        limits.num_pages,
-        limits.page_size,
-        limits.max_batch,
-        options.mesh.size(HEADS),
-        TORCH_DTYPES[dtype],
-        device,
-    )
+    specs, heads, kept = model.cache_specs, options.mesh.size(HEADS), TORCH_DTYPES[dtype]
+    limits = limits_of(options, context, device.type, most_pages(options, specs, device, kept, comms))
+    cache = KVCache(specs, limits.num_pages, limits.page_size, limits.max_batch, heads, kept, device)
     return Rank(
         options=options,
         rank=rank,
@@ -142,6 +132,19 @@ def bring_up(
         findings=(*checkpoint.findings, *spec.findings, *ledger.findings),
         choices=choices,
     )
+
+
+def _opened(options: EngineOptions, comms: Comms, local_ranks: int) -> tuple[Checkpoint, ModelSpec, Matcher]:
+    """The checkpoint, the same on all machines, and what it is; refused where this mesh cannot run it."""
+    if options.fallback:
+        FAMILIES.fall_back(provider_of(options.fallback, options.checkpoint, options.trust_remote_code))
+    checkpoint = Checkpoint.open(options.checkpoint)
+    checkpoint.refuse_if_broken()
+    if local_ranks < options.mesh.world_size:
+        refuse_other_files(checkpoint, comms.control)
+    spec, matcher = FAMILIES.describe(checkpoint.config)
+    refuse_impossible(spec, options.mesh, options.expert_exchange)
+    return checkpoint, spec, matcher
 
 
 def _bring_up_foreign(
