@@ -80,8 +80,9 @@ def curves(series: Mapping[str, Sequence[Bucket]], unit: str, height: int = 240)
         )
     xaxis = {"type": "date", "title": {"text": "time (UTC)"}}
     yaxis = {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ",.4~g"}
+    many = {"showlegend": False} if len(traces) > MOST_NAMES else {}  # who is who stands on hover, and in numbers below
     few = {"hovermode": "x unified"} if len(traces) <= MOST_TOGETHER else {}
-    return {"data": traces, "layout": _layout(height, xaxis=xaxis, yaxis=yaxis, **few)}
+    return {"data": traces, "layout": _layout(height, xaxis=xaxis, yaxis=yaxis, **few, **many)}
 
 
 def numbers(series: Mapping[str, Sequence[Bucket]], unit: str) -> list[dict[str, Any]]:
