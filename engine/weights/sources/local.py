@@ -339,7 +339,12 @@ class LocalFile:
             if compiled is not None and way == "mapped":
                 count = compiled.take(self._descriptor, offset, pending[0])
             if not count:
-                way, few = "read", pending[:1] if compiled is not None else pending
+                way, few = "read", pending
+                if compiled is not None:
+                    there = compiled.cached(self._descriptor, offset, pending[0].nbytes)
+                    if not there:
+                        return pending
+                    few = [pending[0][:there]]
                 try:
                     count = os.preadv(self._descriptor, few, offset, NO_WAIT)
                 except OSError as error:

@@ -16,6 +16,7 @@
 #include <mutex>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -28,6 +29,7 @@ namespace {
 constexpr int64_t PAGE = 4096;          // a larger page of the system only makes a mapping begin earlier than it must
 constexpr int64_t WINDOW = 2 << 20;     // mapped at a time: mappings count as resident memory
 constexpr int64_t PROBE = 128 << 10;    // the page cache is asked for a byte in every so many
+constexpr long CACHESTAT = 451;         // the number of the system call, on every architecture
 constexpr int64_t UNDER_WAY = 128;      // rows that the system is told of ahead of the one that is waited for
 
 struct Guard {
@@ -99,6 +101,14 @@ void copy(char *to, const char *from, int64_t nbytes) {
     memcpy(to, from, nbytes);
 }
 
+// How many pages of [offset, offset + nbytes) the page cache holds, as Linux 6.5 and later say; -1 where it does not tell.
+// Unlike a read that does not wait, this has nothing read ahead.
+int64_t pages_cached(int file, int64_t offset, int64_t nbytes) {
+    struct { uint64_t offset, nbytes; } range = {static_cast<uint64_t>(offset), static_cast<uint64_t>(nbytes)};
+    struct { uint64_t cached, dirty, written, evicted, recently; } found = {};
+    return syscall(CACHESTAT, file, &range, &found, 0) == 0 ? static_cast<int64_t>(found.cached) : -1;
+}
+
 // Whether the page cache holds the byte at `offset`; no where the file system does not tell.
 bool is_cached(int file, int64_t offset) {
     char byte;
@@ -106,12 +116,19 @@ bool is_cached(int file, int64_t offset) {
     return preadv2(file, &one, 1, offset, RWF_NOWAIT) == 1;
 }
 
-// How many of `nbytes` from `offset` on seem to be in the page cache. What lies between two probes and is not there is
-// read when it is touched, as any read would.
+// How many of `nbytes` from `offset` on seem to be in the page cache. What is counted and not there, between two probes
+// or because it is still on its way, is waited for when it is touched, as in any read.
 int64_t cached(int file, int64_t offset, int64_t nbytes) {
-    for (int64_t at = 0; at < nbytes; at += PROBE)
-        if (!is_cached(file, offset + at)) return at;
-    return is_cached(file, offset + nbytes - 1) ? nbytes : (nbytes - 1) / PROBE * PROBE;
+    const int64_t page = sysconf(_SC_PAGESIZE), whole = (offset + nbytes - 1) / page - offset / page + 1;
+    const int64_t found = pages_cached(file, offset, nbytes);
+    if (found == 0 || found == whole) return found ? nbytes : 0;
+    for (int64_t at = 0; at < nbytes; at += PROBE) {
+        const int64_t start = offset + at, length = nbytes - at < PROBE ? nbytes - at : PROBE;
+        if (found < 0 ? !is_cached(file, start)
+                      : pages_cached(file, start, length) != (start + length - 1) / page - start / page + 1)
+            return at;
+    }
+    return found > 0 || is_cached(file, offset + nbytes - 1) ? nbytes : (nbytes - 1) / PROBE * PROBE;
 }
 
 bool reaches(int file, int64_t end) {
@@ -149,6 +166,9 @@ template <typename Take> bool from_mapping(int file, int64_t offset, int64_t nby
 
 extern "C" {
 
+// How many of `nbytes` from `offset` on seem to be in the page cache.
+int64_t firstlight_cached(int file, int64_t offset, int64_t nbytes) { return cached(file, offset, nbytes); }
+
 // Copies what the page cache holds of [offset, offset + nbytes), from its start on; how many bytes that were.
 int64_t firstlight_take(int file, int64_t offset, char *target, int64_t nbytes) {
     int64_t done = 0;
@@ -172,9 +192,10 @@ int64_t firstlight_take_rows(int file, int64_t offset, char *target, int64_t cou
     while (done < count) {
         int64_t rows = count - done < each ? count - done : each;
         int64_t start = offset + done * stride, nbytes = (rows - 1) * stride + span;
-        for (int64_t row = 0; row < rows; row += apart)
+        bool is_there = cached(file, start, nbytes) == nbytes;
+        for (int64_t row = 0; row < rows && !is_there; row += apart)
             if (cached(file, start + row * stride, span) < span) return done;
-        if (cached(file, start + nbytes - span, span) < span) return done;
+        if (!is_there && cached(file, start + nbytes - span, span) < span) return done;
         char *to = target + done * span;
         auto take = [=](const char *from) {
             for (int64_t row = 0; row < rows; row++) copy(to + row * span, from + row * stride, span);
@@ -187,6 +208,7 @@ int64_t firstlight_take_rows(int file, int64_t offset, char *target, int64_t cou
 
 // Reads shares of rows one after the other, while the page cache holds them; how many rows that were.
 int64_t firstlight_try_rows(int file, int64_t offset, char *target, int64_t count, int64_t span, int64_t stride) {
+    if (cached(file, offset, span) < span) return 0;  // a read that does not wait would have more read ahead
     for (int64_t row = 0; row < count; row++) {
         struct iovec one = {target + row * span, static_cast<size_t>(span)};
         if (preadv2(file, &one, 1, offset + row * stride, RWF_NOWAIT) != span) return row;

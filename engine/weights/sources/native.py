@@ -31,10 +31,16 @@ class Native:
         self._take.argtypes = (file, number, memory, number)
         for function in (self._take_rows, self._try_rows, self._read_rows):
             function.argtypes = (file, number, memory, number, number, number)
+        self._cached = compiled.firstlight_cached
+        self._cached.argtypes, self._cached.restype = (file, number, number), number
         self._gather = compiled.firstlight_gather
         self._gather.argtypes, self._gather.restype = (memory, memory, number, number, number), None
         for function in (self._take, self._take_rows, self._try_rows, self._read_rows):
             function.restype = number
+
+    def cached(self, descriptor: int, offset_bytes: int, nbytes: int) -> int:
+        """How many bytes of a range, from its start on, seem to be in the page cache; nothing is read for that."""
+        return int(self._cached(descriptor, offset_bytes, nbytes))
 
     def take(self, descriptor: int, offset_bytes: int, target: memoryview) -> int:
         """Copy what the page cache holds of a range, from its start on, by mapping it; bytes copied."""

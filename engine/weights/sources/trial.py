@@ -7,9 +7,9 @@ import time
 from typing import Literal
 
 PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
-    ("buffered", 16 << 20, False),
-    ("buffered", 32 << 20, True),
-    ("direct", 32 << 20, False),
+    ("buffered", 8 << 20, False),
+    ("buffered", 24 << 20, True),
+    ("direct", 16 << 20, False),
     ("direct", 32 << 20, True),
 )  # bytes read in either way before one is chosen, and whether they count
 CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it

@@ -428,6 +428,15 @@ def test_compiled_reads_stop_where_a_file_ends(tmp_path: Path) -> None:
         assert refused.value.findings[0].code == "truncated-shard"
 
 
+def test_what_is_behind_the_end_of_a_file_is_not_in_the_page_cache(files: dict[Path, bytes]) -> None:
+    compiled = local.native()
+    assert compiled is not None
+    path, content = list(files.items())[2]
+    with path.open("rb") as stream:
+        assert 0 <= compiled.cached(stream.fileno(), 0, len(content) + (1 << 20)) <= len(content)
+        assert compiled.cached(stream.fileno(), len(content) + (1 << 20), 300_000) == 0
+
+
 def test_a_file_that_is_cut_while_it_is_copied_from_ends_no_process(tmp_path: Path) -> None:
     """Whenever it happens: a bus error comes back as bytes that are not there. `check` tells of a file that changed."""
     compiled = local.native()
