@@ -16,7 +16,7 @@ import numpy as np
 from firstlight.engine.weights.lines import Ints
 from firstlight.engine.weights.patterns import patterns
 
-_MOST_KEYS = 1 << 62
+_MOST_KEYS = 1 << 42  # of a pattern; with a million patterns they are below 2^62
 _MOST_DIGITS = 18
 _NUMBER = re.compile(r"\.(\d+)(?=\.|\Z)")
 
@@ -98,7 +98,7 @@ def radixes(*tables: Ints) -> list[int] | None:
     keys = 1
     for radix in found:
         keys *= radix
-    return found if keys < _MOST_KEYS >> 20 else None
+    return found if keys < _MOST_KEYS else None
 
 
 def keys(kinds: Ints, numbers: Ints, radix: Sequence[int]) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
 from typing import NamedTuple, overload
 
@@ -133,12 +133,22 @@ class Table(Mapping[str, TensorInfo]):
     def values(self) -> ValuesView[TensorInfo]:
         return _Values(self)
 
+    def items(self) -> ItemsView[str, TensorInfo]:
+        return _Items(self)
+
 
 class _Values(ValuesView[TensorInfo]):
     _mapping: Table
 
     def __iter__(self) -> Iterator[TensorInfo]:
         return iter(self._mapping.infos(np.arange(len(self._mapping))))
+
+
+class _Items(ItemsView[str, TensorInfo]):
+    _mapping: Table
+
+    def __iter__(self) -> Iterator[tuple[str, TensorInfo]]:
+        return ((info.name, info) for info in self._mapping.values())
 
 
 class Rows(Lazy):

@@ -94,12 +94,12 @@ def unlike(weight_map: Mapping[str, str], tensors: Table) -> tuple[Mapping[str, 
         written = msgspec.json.encode(dict(weight_map))
         found = _of_lines(written[2:-1], b'","') if weight_map else None
         if found is None:
-            return weight_map, dict(tensors)
+            return weight_map, dict(tensors.items())
         weight_map = found
     names, others = tensors.names, weight_map.names
     radix = radixes(names.numbers, others.numbers)
     if radix is None:
-        return dict(weight_map), dict(tensors)
+        return dict(weight_map), dict(tensors.items())
     numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(names.patterns + others.patterns))}
     mine = keys(names.kinds, names.numbers, radix)
     listed = keys(np.array([numbers[pattern] for pattern in others.patterns])[others.kinds], others.numbers, radix)

@@ -135,7 +135,7 @@ def test_a_checkpoint_is_what_it_is_tensor_by_tensor(change: str, home: Path, mo
     found, plain = both(home, monkeypatch)
     assert found.findings == plain.findings
     assert list(found.tensors) == list(plain.tensors)
-    assert list(found.tensors.values()) == list(plain.tensors.values())
+    assert list(found.tensors.items()) == list(plain.tensors.items())
     assert found.payload_bytes == plain.payload_bytes
     some = list(plain.tensors)[:: len(plain.tensors) // 7]
     assert [found.tensors[name] for name in some] == [plain.tensors[name] for name in some]
