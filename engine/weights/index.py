@@ -104,6 +104,8 @@ def _absent(directory: Path, name: str) -> Finding:
         way = f"fetch {name} itself, or copy the link's target along"
     elif alike := next((entry for entry in there if entry.lower() == name.lower()), None):
         found, way = f"{alike}, spelt otherwise", f"rename {alike} to {name}"
+    elif revisions := sorted(path.parent for path in directory.glob(f"snapshots/*/{name}")):
+        way = f"this is a model's folder in a cache of Hugging Face: name the revision, {revisions[0]}"
     return fatal("missing-side-file", f"{directory} has no {name}", file=name, expected=name, found=found, next=way)
 
 

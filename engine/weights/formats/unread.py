@@ -21,6 +21,8 @@ HARMLESS = frozenset(
         *("lm_head", "enable_alg_ext", "sym", "desc_act"),
         *("offload_to_disk", "offload_to_disk_path", "parallel_packing", "gptaq", "foem", "failsafe", "fallback"),
         *("weight_scale_method", "scale_fmt", "bits", "group_size", "has_zero_point", "w_bit", "q_group_size"),
+        *("amp", "enable_norm_bias_tuning", "scale_dtype", "sampler", "enable_torch_compile", "optimizer"),
+        *("not_use_best_mse", "dynamic_max_gap", "enable_deterministic_algorithms"),
         # what computes with them
         *(
             "backend",

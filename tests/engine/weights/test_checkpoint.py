@@ -370,6 +370,12 @@ def test_a_shard_that_is_replaced_after_its_header_was_read(home: Path) -> None:
     assert "model.layers.7.mlp.up_proj.weight" in Checkpoint.open(home).tensors
 
 
+def test_a_folder_of_a_cache_is_told_from_the_revisions_in_it(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
+    home.rename(tmp_path / "models--a--b" / "snapshots" / "abc")
+    assert str(refused(tmp_path / "models--a--b").next).endswith("models--a--b/snapshots/abc")
+
+
 def test_a_directory_named_like_a_shard(home: Path) -> None:
     (home / SECOND).unlink()
     (home / SECOND).mkdir()
