@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Host:
         is_temporary: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
-        self._is_temporary, self._is_cleared = is_temporary, False
+        self._is_temporary, self._is_cleared, self._is_stopped = is_temporary, False, False
         self.handle = read_handle(self.run_dir)
         self._process = process
         self._kept_fd = kept_fd  # it closes with this process, which tells the supervisor
@@ -213,6 +214,7 @@ class Host:
         if self._client is not None:
             self._client.close()
             self._client = None
+        self._is_stopped = True
         if self._is_temporary and not self._is_cleared:
             self._is_cleared = is_worthless(self.refresh())
             if self._is_cleared:
@@ -253,6 +255,8 @@ class Host:
             handle = self.refresh()
             if handle.status in ("failed", "stopped"):
                 return self._over(handle)
+            if self._is_stopped:  # it had no time to write so, or no place
+                return Health(status="stopped", stage="")
             failure = Failure(rank=0, phase="watch", reason=f"the supervisor ended{self._last_words()}")
             return Health(status="failed", stage="", failure=failure)
         return None
@@ -380,6 +384,8 @@ def _spawn(
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """The supervisor, in a session of its own so that an interrupt of a terminal or notebook does not reach it."""
     owner_fd, kept_fd = (None, None) if detached else os.pipe()
+    if kept_fd is not None:
+        os.register_at_fork(after_in_child=partial(_let_go, kept_fd, os.fstat(kept_fd)))
     order = Order(
         engine=engine,
         host=http,
@@ -406,6 +412,13 @@ def _spawn(
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         process.stdin.close()
     return process, kept_fd
+
+
+def _let_go(kept_fd: int, was: os.stat_result) -> None:
+    """In a process that the owner forked: it is none. Kept open there, the pipe would hide that the owner has gone."""
+    with contextlib.suppress(OSError):  # it was closed before
+        if os.path.samestat(os.fstat(kept_fd), was):
+            os.close(kept_fd)
 
 
 def _await_handle(directory: Path, process: subprocess.Popen[bytes]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.parallel.mesh import Groups, Mesh
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.host import Host, _let_go
 from firstlight.engine.serving.options import HostOptions
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.runtime import Engine
@@ -137,6 +137,19 @@ def test_no_orphan_is_left_when_the_owner_dies(checkpoint: Get, tmp_path: Path) 
     gone(pids, "a process outlives its owner")
     with pytest.raises(Refused, match="has ended"):
         Host.attach(tmp_path / "run")
+
+
+def test_what_an_owner_forks_is_no_owner() -> None:
+    """Else it would keep the pipe open when the owner becomes another program."""
+    held, kept = os.pipe()
+    was = os.fstat(kept)
+    _let_go(kept, was)
+    assert os.read(held, 1) == b""
+    os.close(held)
+    other = os.open(os.devnull, os.O_RDONLY)  # it has the number of one of them
+    for number in (held, kept, other):
+        _let_go(number, was)
+    os.close(other)
 
 
 def test_no_rank_is_left_when_the_supervisor_is_killed(pair: Host) -> None:
