@@ -124,6 +124,7 @@ def _fp8(options: Options, config: Mapping[str, Any]) -> Scheme:
     semantics = options.get("weight_scale_semantics")
     if semantics is not None:  # GPTQModel's: its scale is what its name says
         options.only("weight_scale_semantics", semantics, ("inverse",))
+        options.seen.add("format")  # of the codes, which headers show
     if experts is None or semantics is not None:
         own = Fp8(block=size, code=code, suffix="weight_scale_inv", inverse=semantics is not None)
         return Scheme("fp8", (Group(own),), Modules(kept))

@@ -218,7 +218,9 @@ def test_gptqmodels_scale_inv_is_what_its_name_says() -> None:
     inverse = 448 / weight.abs().amax(1)
     codes = (weight * inverse.unsqueeze(1)).to(torch.float8_e4m3fn)
     stored = {"weight": codes, "weight_scale_inv": inverse}
-    format_ = as_found(scheme_format({"quant_method": "fp8", "weight_scale_semantics": "inverse"}), stored)
+    quantization = {"quant_method": "fp8", "weight_scale_semantics": "inverse", "format": "float8_e4m3fn"}
+    assert announced({"quantization_config": quantization}).unread == ()
+    format_ = as_found(scheme_format(quantization), stored)
     found = format_.unpack({"codes": codes, "scale": inverse}, whole((16, 32)), (16, 32))
     torch.testing.assert_close(found, codes.float() / inverse.unsqueeze(1), rtol=0, atol=0)
     assert format_.packing("F8_E4M3") is None, "operators multiply by scales"
