@@ -18,10 +18,11 @@ import msgspec
 
 from firstlight.engine.errors import FirstlightError, Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.cluster import launched
 from firstlight.engine.parallel.hardware import CPU, Cluster, parse_cluster
 from firstlight.engine.parallel.mesh import AXES, Attention, Mesh
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.host import Host
+from firstlight.engine.serving.host import Host, refuse_too_many
 from firstlight.engine.serving.options import DEFAULT_CONTEXT, EngineOptions
 from firstlight.engine.serving.request import SamplingParams, Usage
 from firstlight.engine.weights.sources.mirror import is_url, mirror
@@ -142,9 +143,11 @@ class Bringup:
         wanted = parse_cluster(cluster) if isinstance(cluster, str) else cluster or self._cluster
         here = wanted or this_cluster(self.options.mesh.world_size, self.options.device)
         usual = DEFAULT_CONTEXT["cpu" if here.device.name == CPU else "cuda"]
-        return self._rung(
-            "plan",
-            lambda _: plan(
+
+        def layout(_: Progress) -> Report:
+            if wanted is None and not self.options.hosts and launched() is None:
+                refuse_too_many(self.options.mesh)
+            return plan(
                 self.checkpoint,
                 here,
                 self.options.mesh,
@@ -152,8 +155,9 @@ class Bringup:
                 concurrency=concurrency or self.options.max_batch,
                 full_window=True,
                 usual_context=usual,
-            ),
-        )
+            )
+
+        return self._rung("plan", layout)
 
     def load(self) -> Report:
         """Every rank's weights, one after the other in this process: ledger, bytes, rate."""

@@ -303,9 +303,8 @@ def read_handle(run_dir: Path) -> Handle:
         ) from None
 
 
-def _refuse_layout(engine: EngineOptions) -> None:
-    """Refuses what no rank could do before there are any: each would be a process that finds it out by itself."""
-    mesh = engine.mesh
+def refuse_too_many(mesh: Mesh) -> None:
+    """Refuses more ranks than one machine is asked to run."""
     if mesh.world_size > MOST_RANKS:
         raise Refused(
             fatal(
@@ -316,6 +315,12 @@ def _refuse_layout(engine: EngineOptions) -> None:
                 next="use a smaller mesh, or start the ranks on several machines through a launcher (torchrun)",
             )
         )
+
+
+def _refuse_layout(engine: EngineOptions) -> None:
+    """Refuses what no rank could do before there are any: each would be a process that finds it out by itself."""
+    mesh = engine.mesh
+    refuse_too_many(mesh)
     try:
         spec, _ = FAMILIES.describe(side_files.read_json(Path(engine.checkpoint) / side_files.CONFIG))
     except Refused:

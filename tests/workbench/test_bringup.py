@@ -289,3 +289,10 @@ def test_an_interrupt_of_an_answer_ends_the_request_and_says_so() -> None:
         Bringup.ask(session, "What does a cow say?")  # type: ignore[arg-type]
     assert closed
     assert caught.value.__suppress_context__, "what the connection was in the middle of is nobody's concern"
+
+
+def test_more_ranks_than_a_machine_runs_are_refused_before_they_are_laid_out(tmp_path: Path) -> None:
+    with Bringup(MENAGERIE, run=tmp_path / "run", dp=1_000_000, telemetry_hz=0) as session:
+        report = session.plan()
+    assert (report.status, report.findings[0].code) == ("refused", "usage")
+    assert "1,000,000 ranks are too many for one machine" in report.findings[0].message
