@@ -137,7 +137,9 @@ class Gaps:
         with self._lock:
             whole, requests, gap = self.bytes[method], self.requests, stride_bytes - span_bytes
             worth = whole.rate / requests.rate
-            if not is_settled or not worth / CLEARLY_MORE <= gap <= worth * CLEARLY_MORE:
+            if not is_settled:  # by a guess: what is measured on one trial must not bear on another
+                return gap <= BYTES_A_S / REQUESTS_A_S
+            if not worth / CLEARLY_MORE <= gap <= worth * CLEARLY_MORE:
                 return gap <= worth
             together_s = (whole.under_way + rows * stride_bytes) / whole.rate
             apart_s = (requests.under_way + rows) / requests.rate + rows * span_bytes / whole.rate
