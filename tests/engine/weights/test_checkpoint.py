@@ -354,6 +354,8 @@ def test_a_shard_that_was_written_in_part(home: Path) -> None:
         stream.truncate(0)
         stream.write(data[:1000])
         stream.truncate(len(data) + (1 << 20))
+        if os.lseek(stream.fileno(), 0, os.SEEK_HOLE) == len(data) + (1 << 20):
+            pytest.skip("the file system knows no holes")
     found = {finding.code: finding for finding in Checkpoint.open(home).findings}
     assert found["unwritten-bytes"].severity == "warning"
     start = int(str(found["unwritten-bytes"].found).split()[4].replace(",", ""))

@@ -33,7 +33,7 @@ def test_every_family_is_complete(name: str, fused: bool, tmp_path: Path) -> Non
     spec, matcher = FAMILIES.describe(config)
     payload = outline(config, tmp_path, dtype="F32", shards=2, fused=fused)
     checkpoint = Checkpoint.open(tmp_path)
-    assert {finding.code for finding in checkpoint.findings} == {"unwritten-bytes"}, "an outline has no weights"
+    assert {finding.code for finding in checkpoint.findings} <= {"unwritten-bytes"}, "an outline has no weights"
     assert checkpoint.payload_bytes == payload == totals(spec, Plain("F32")).checkpoint_bytes
     ledger = account(checkpoint, spec, matcher)
     assert {finding.code for finding in ledger.findings} <= {"tied-head"}
