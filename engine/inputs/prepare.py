@@ -244,7 +244,7 @@ class Processor:
                     f"{num_pictures} pictures, but the prompt has {found} placeholders {token}",
                     expected=f"{num_pictures} placeholders {token}",
                     found=str(found),
-                    next=f"write {token} where each picture belongs, or use --chat with a template that places pictures"
+                    next=f"write {token} where each picture belongs, or ask as a conversation, whose template places it"
                     if found < num_pictures
                     else f"give a picture for each {token}, or take {token} out of the text",
                 )
