@@ -349,10 +349,18 @@ def colour(name: str, index: int = 0) -> str:
 def dressed(figure: Any, title: str, height: int) -> Any:
     """The common look: no frame, transparent ground, room for long names; readable in light and dark notebooks."""
     figure.update_layout(
-        title={"text": title, "font": {"size": 14}},
-        height=height,
-        margin={"l": 10, "r": 10, "t": 42, "b": 36},
-        legend={"orientation": "h", "y": -0.35},
+        title={
+            "text": title,
+            "font": {"size": 14},
+            "x": 0.01,
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 8},
+        },
+        height=height + 24,
+        margin={"l": 10, "r": 10, "t": 64, "b": 36},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(127,127,127,0.06)",
         font={"family": "system-ui, sans-serif", "size": 12, "color": ON_ANY_GROUND},

@@ -82,7 +82,8 @@ def runbook(
     _judge(draft, run.record.rungs[before:], broken, target)
     last = latest(run.reports())
     said = card(run, last) if last else _nothing_of(run)
-    page = _with_cover(notebook_page(target), cover(said, last, draft.checks))
+    rungs = {verb: one for verb, one in last.items() if verb != "runbook"}  # of an earlier one, in this run
+    page = _with_cover(notebook_page(target), cover(said, rungs, draft.checks))
     write_atomically(run.directory / "runbook.html", page.encode())
     if last:
         write_yaml(run.directory / "card.yaml", said)

@@ -103,20 +103,24 @@ def _limits(last: Mapping[str, Report]) -> str:
     """Of each rung the claims whose figures are nearest to their limits; deadlines, which only bound waiting, apart."""
     rows = []
     for verb, report in last.items():
-        found = [
-            (check.value / check.limit, check)
-            for check in report.checks
-            if words.is_number(check.value) and words.is_number(check.limit) and check.limit and check.unit != "s"
-            and isinstance(check.value, int | float) and isinstance(check.limit, int | float)
-        ]  # fmt: skip
-        for _, check in sorted(found, key=lambda item: -item[0])[:NEAREST]:
-            unit = "" if words.is_bytes(check.unit) else check.unit
-            value, limit = (words.quantity(one, "B" if not unit else "") for one in (check.value, check.limit))
+        found = [(nearness, check) for check in report.checks if (nearness := _nearness(check)) is not None]
+        for _, check in sorted(found, key=lambda item: (item[1].status != "failed", -item[0]))[:NEAREST]:
+            is_bytes = words.is_bytes(check.unit)
+            unit = "" if is_bytes else check.unit
+            value, limit = (words.quantity(one, check.unit if is_bytes else "") for one in (check.value, check.limit))
             rows.append(
                 f'<tr><td class="t">{_said(verb)}</td><td>{_said(check.name)}</td><td class="n">{_said(value)}</td>'
                 f'<td class="n">{_said(limit)}</td><td>{_said(unit)}</td></tr>'
             )
     return _table(("rung", "claim", "figure", "limit", "unit"), rows, ("figure", "limit"))
+
+
+def _nearness(check: Check) -> float | None:
+    """The figure as a part of its limit; None without both, and for deadlines."""
+    value, limit = check.value, check.limit
+    if isinstance(value, bool | str | None) or isinstance(limit, bool | str | None) or check.unit == "s":
+        return None
+    return value / limit if limit else None
 
 
 def _failures(failed: Sequence[Check], last: Mapping[str, Report]) -> list[str]:

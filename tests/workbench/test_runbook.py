@@ -45,6 +45,10 @@ def test_it_runs_by_itself_and_leaves_notebook_page_card_and_adaptation(tmp_path
     page = (folder / "runbook.html").read_text()
     assert "Memory by rank and role" in page
     assert "rank 1" in page
+    front = page.partition("<body")[2].partition("jp-Cell")[0]
+    for words in ('menagerie: <span class="passed">passed', "5 of 5 rungs", "tp 2", "answers are the expected ones"):
+        assert words in front, "what passed, on what, with which limits comes first"
+    assert front.index("Not verified") < front.index("verify: not run")
     assert not re.search(r"<script[^>]*src=|<link[^>]*href=.https?:|<img[^>]*src=.https?:", page), "it opens offline"
     executed = nbformat.read(folder / "runbook.ipynb", as_version=4)
     assert any("TP = 2" in cell.source for cell in executed.cells)
