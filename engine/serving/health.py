@@ -101,6 +101,10 @@ class Pulse:
     def stage(self) -> str:
         return self._stage
 
+    @property
+    def phase(self) -> str:
+        return self._phase
+
     def enter(self, stage: str) -> None:
         """A stage of the start begins; the one before it passed."""
         assert stage in STAGE_DEADLINES_S, stage

@@ -29,7 +29,7 @@ from firstlight.engine.parallel.cluster import Place, place_from_environment, us
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import Health
 from firstlight.engine.serving.client import EngineClient
-from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Awake, Failure, Store
+from firstlight.engine.serving.health import BEAT_PERIOD_S, DEADLINE_S, STAGE_DEADLINES_S, Awake, Failure, Pulse, Store
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.rank import RankProcess
 from firstlight.engine.serving.stream import EngineFailed
@@ -117,7 +117,7 @@ def obey(place: Place, checkpoint: str | None = None) -> int:
         sentry.deadline_s = order.host.deadline_s
         engine = order.engine if checkpoint is None else msgspec.structs.replace(order.engine, checkpoint=checkpoint)
         process = RankProcess(engine, order.host, _of_order(place, number), None)
-        sentry.phase = lambda pulse=process.pulse: pulse.beat().phase
+        sentry.pulse = process.pulse
         process.run()  # what failed, rank 0 knows
         number += 1
 
@@ -127,7 +127,7 @@ class Sentry:
 
     `store` is a connection of its own, and answers already: from its first moment on, silence is counted. Only rank 0's
     first sign may take as long as a start. One thread asks and another judges: an answer that never comes holds up the
-    first alone. `phase` says what this rank is doing.
+    first alone. `pulse` says what this rank is doing, if it is.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Sentry:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.deadline_s = deadline_s
-        self.phase: Callable[[], str] = lambda: "waiting for orders"
+        self.pulse: Pulse | None = None
         self._place = place
         self._store = store
         self._leave = leave
@@ -169,7 +169,8 @@ class Sentry:
         while (silent_s := self.silent_s) <= self.deadline_s:
             time.sleep(BEAT_PERIOD_S)
         said = f"rank 0 at {self._place.address} gave no sign of life for {silent_s:.1f} s"
-        _say(self._place, f"{said} (deadline {self.deadline_s:g} s) in phase '{self.phase()}'; leaving")
+        phase = "waiting for orders" if self.pulse is None else self.pulse.phase
+        _say(self._place, f"{said} (deadline {self.deadline_s:g} s) in phase '{phase}'; leaving")
         self._leave(1)
 
 

@@ -183,7 +183,8 @@ def test_a_rank_leaves_when_rank_0_s_host_is_lost_even_before_rank_0_spoke(
     if has_spoken:
         store.set("alive", "1")
     sentry = Sentry(PLACE, store, deadline_s=4.0, leave=lambda _: left.set(), clock=clock)
-    sentry.phase = lambda: "load"
+    sentry.pulse = Pulse(1)
+    sentry.pulse.enter("load")
     until(lambda: sentry.silent_s <= 0 if has_spoken else store.check(["x"]) is False)
     if not has_spoken:
         clock.now_s += 3.0
