@@ -197,7 +197,7 @@ class Comms:
         deadline = timedelta(seconds=deadline_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.world_size, timeout=deadline)
         recorder = Recorder()
-        comms = {axis: _axis_comm(axis, mesh.groups(axis), rank, deadline, recorder) for axis in AXES}
+        comms: dict[str, Comm] = {axis: _axis_comm(axis, mesh.groups(axis), rank, deadline, recorder) for axis in AXES}
         heads = comms["tp"] if mesh.size(HEADS) == mesh.tp else Comm(HEADS, (rank,), 0, None, recorder)
         rows = comms["ep"] if mesh.sp == 1 else comms["sp"]
         if mesh.ep > 1 and mesh.sp > 1:
