@@ -98,14 +98,17 @@ class RankProcess:
         store = self._store()
         mesh = self.engine.mesh
         device = device_of(self.engine.device, self.place.local_rank)
-        comms = Comms.connect(
-            mesh,
-            self.place.rank,
-            PrefixStore("mesh", store),
-            backend_of(device),
-            self.engine.comm_deadline_s,
-            self.engine.expert_exchange,
-        )
+        try:
+            comms = Comms.connect(
+                mesh,
+                self.place.rank,
+                PrefixStore("mesh", store),
+                backend_of(device),
+                self.engine.comm_deadline_s,
+                self.engine.expert_exchange,
+            )
+        except RuntimeError as error:  # somebody did not come: who, the beats tell
+            raise CommFailure("world", "connect", tuple(range(mesh.world_size)), str(error).splitlines()[0]) from error
         comms.recorder.phase = self.pulse.collective
         self.pulse.enter("ping")
         ping(comms, device)
