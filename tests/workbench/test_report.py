@@ -21,7 +21,7 @@ from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.render.html import report_html
 from firstlight.workbench.render.terminal import report_text
-from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds
+from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds, title
 from firstlight.workbench.report import Draft, Metric, Report, finite, refusal, write_atomically
 
 
@@ -247,6 +247,7 @@ def test_quantities_read_well(value: object, unit: str, words: str) -> None:
 def test_columns_say_their_unit() -> None:
     assert heading("weight_bytes") == "weight"
     assert heading("step_ms") == "step (ms)"
+    assert title("step_ms") == "step"
     assert heading("tokens_per_s") == "tokens per s"
     assert cell("weight_bytes", 2048) == "2.00 KiB"
     assert cell("ids", [1, 2]) == "1, 2"

@@ -110,7 +110,7 @@ def _metrics(report: Report) -> str:
     for name, metric in report.metrics.items():
         value = words.quantity(metric.value, metric.unit) if metric.value is not None else "not available"
         kind = "n" if words.is_number(metric.value) else ""
-        rows.append((_td(words.heading(name)), _td(value, kind), _td(metric.detail, "quiet")))
+        rows.append((_td(words.title(name)), _td(value, kind), _td(metric.detail, "quiet")))
     return _rows(rows)
 
 

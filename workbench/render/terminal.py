@@ -147,7 +147,7 @@ def _metrics(metrics: dict[str, Metric], width: int) -> RenderableType:
 
     rows = [
         (
-            words.heading(name),
+            words.title(name),
             words.quantity(metric.value, metric.unit) if metric.value is not None else "not available",
             printable(metric.detail),
         )

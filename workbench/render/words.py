@@ -83,11 +83,22 @@ def cell(column: str, value: Any) -> str:
 
 def heading(column: str) -> str:
     """A column's name to read: `weight_bytes` -> `weight`, `step_time_ms` -> `step time (ms)`."""
+    name, unit = _parted(column)
+    return f"{name} ({unit})" if unit else name
+
+
+def title(metric: str) -> str:
+    """A metric's name to read beside a value that has its unit: `step_time_ms` -> `step time`."""
+    return _parted(metric)[0]
+
+
+def _parted(column: str) -> tuple[str, str]:
+    """A name in words, and the unit at its end."""
     name = column.removesuffix("_bytes_per_s").removesuffix("_bytes") or "bytes"
     for unit in ("ms", "s", "us", "gib"):
         if name.endswith(f"_{unit}") and not name.endswith(f"_per_{unit}"):
-            return f"{name[: -len(unit) - 1].replace('_', ' ')} ({unit})"
-    return printable(name.replace("_", " "))
+            return printable(name[: -len(unit) - 1].replace("_", " ")), unit
+    return printable(name.replace("_", " ")), ""
 
 
 def is_bytes(unit: str) -> bool:
