@@ -222,8 +222,9 @@ class Filling:
         jobs = self._jobs(min(JOB_BYTES, ahead_bytes), by_layer)
         for job in read_jobs(jobs, source, threads, cancel=cancel, ahead_bytes=ahead_bytes, provide=provide):
             layer, finishes = job.payload
-            for finish in finishes:
-                finish()
+            while finishes:
+                finishes.pop(0)()
+            job.pieces = ()  # what was staged goes back before more is reserved
             yield layer, job.nbytes
 
     def _jobs(self, most_bytes: int, by_layer: bool) -> Iterator[Job]:

@@ -6,6 +6,7 @@ Every piece is a run of steps. A step has reads to be carried out and, behind th
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ STORED_DTYPES = {
     "I32": torch.int32,
 }
 STAGING_BYTES = 16 << 20  # of one step: what is read and, beside it, the numbers that come out of it
+MAPPED_BYTES = 1 << 20  # of staging memory that is mapped for itself
 Read = tuple[str, int, memoryview] | Rows
 
 
@@ -143,7 +145,7 @@ class Placing:
     def _stage(self, wanted: list[tuple[TensorInfo, Run]]) -> tuple[list[Read], list[Tensor]]:
         """Staging memory for runs of tensors, and the reads that fill it."""
         size = sum(aligned(run.nbytes) for _, run in wanted)
-        staging = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        staging = self._staging(size)
         reads: list[Read] = []
         views, start = [], 0
         for info, run in wanted:
@@ -152,6 +154,13 @@ class Placing:
             views.append(view)
             start += aligned(run.nbytes)
         return reads, views
+
+    def _staging(self, size: int) -> Tensor:
+        """Bytes that go back to the system with their last view; what an allocator keeps would be beyond a budget."""
+        if self.device.type == "cuda" or size < MAPPED_BYTES:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(area, dtype=torch.uint8)
 
     def _packed(self, piece: Piece, packed: Packed) -> Iterator[Step]:
         """Blocks at a time along the dim that is outermost in the file, as many as staging memory takes."""
