@@ -8,7 +8,7 @@ from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.views.communication import waits
 from firstlight.dashboards.views.view import Page, column, mesh_of, not_yet, pane, put
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import AXES, HEADS, Mesh
 from firstlight.workbench.render import words
 
 MOST_RANKS = 512
@@ -19,6 +19,7 @@ WHAT = {
     "sp": "sequence",
     "tp": "heads, channels and vocabulary",
 }
+BESIDE_WHOLE_HEADS = "channels and vocabulary; heads are whole on every rank"
 
 
 class Topology:
@@ -38,7 +39,11 @@ class Topology:
                 html.page(not_yet(snapshot, "Topology", "up")),
             )
             return
-        axes = [{"axis": axis, "size": mesh.size(axis), "divides": WHAT[axis]} for axis in AXES if mesh.size(axis) > 1]
+        axes = [
+            {"axis": axis, "size": mesh.size(axis), "divides": _divides(axis, mesh)}
+            for axis in AXES
+            if mesh.size(axis) > 1
+        ]
         body = html.table(axes) if axes else html.nothing("one rank")
         parts = [html.card(f"Mesh: {mesh.describe()}", body), html.card("Ranks", _ranks(snapshot, mesh))]
         plan = snapshot.latest("plan")
@@ -48,6 +53,10 @@ class Topology:
             )
         parts.append(_links(snapshot))
         put(self._all, html.page(*parts))
+
+
+def _divides(axis: str, mesh: Mesh) -> str:
+    return BESIDE_WHOLE_HEADS if axis == "tp" and mesh.size(HEADS) < mesh.tp else WHAT[axis]
 
 
 def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
