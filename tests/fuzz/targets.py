@@ -6,7 +6,9 @@ a start; `python -m tests.fuzz TARGET` searches for more, `test_corpus.py` runs 
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -37,6 +39,7 @@ SHAPES = {"model.embed_tokens.weight": [32, 8], "model.layers.0.mlp.up_proj.weig
 def home(target: str) -> Path:
     """A small checkpoint of a target's own, in which one file is replaced again and again."""
     place = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     return directory(place / "model", {SHARD: SHAPES}, index=False)
 
 
