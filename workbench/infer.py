@@ -1,9 +1,9 @@
 """The rung `infer`: text and picture answers from a running engine, and whether they are answers at all.
 
 Checks: nothing is empty, a loop or gibberish (a loop of the likeliest tokens is a warning where drawn answers read
-well); the same seed gives the same tokens; every picture fills its
-placeholders; another picture gives another answer; and, where a folder `pictures` with `expected.json` stands beside
-the checkpoint, that its answers are the expected ones.
+well); the same seed gives the same tokens; every picture fills its placeholders; another picture gives another answer;
+and, where a folder `pictures` with `expected.json` stands beside the checkpoint, that its answers are the expected
+ones.
 """
 
 from __future__ import annotations
