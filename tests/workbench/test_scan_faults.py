@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -257,9 +256,7 @@ def test_a_fault_is_said(fault: str, checkpoint: Get, tmp_path: Path, capsys: py
     act, status, code, words = FAULTS[fault]
     home = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     act(home)
-    began_s = time.process_time()
     assert main(["scan", str(home)]) == status
-    assert time.process_time() - began_s < 5, "it is half a second of one core"
     written = capsys.readouterr()
     said = " ".join((written.out + written.err).split())
     assert code in said

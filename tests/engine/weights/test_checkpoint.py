@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.index import INDEX
+from tests.costs import read_bytes, within
 from tests.engine.weights.files import LLAMA, directory, raw, shard, write_index
 from tests.engine.weights.opening import codes, complete, only, refused
 
@@ -93,9 +93,9 @@ def test_json_that_is_none(name: str, text: bytes, words: str, home: Path) -> No
 
 def test_a_huge_configuration_is_not_read(home: Path) -> None:
     os.truncate(home / "config.json", 1 << 40)
-    started = time.process_time()
+    before = read_bytes()
     finding = refused(home)
-    assert time.process_time() - started < 0.5
+    assert read_bytes() - before < 1 << 20
     assert finding.code == "side-file-invalid"
     assert "1,099,511,627,776 bytes" in finding.message
 
@@ -257,9 +257,7 @@ def test_without_an_index_the_names_count(present: list[str], absent: list[str],
 
 def test_an_absurd_total_is_one_finding(tmp_path: Path) -> None:
     home = directory(tmp_path / "model", {"model-00001-of-999999999.safetensors": {"a": [2]}}, index=False)
-    started = time.process_time()
     assert only(home).code == "missing-shard"
-    assert time.process_time() - started < 0.5
 
 
 @pytest.mark.parametrize(
@@ -475,14 +473,6 @@ def test_thirty_thousand_tensors_open_fast(tmp_path: Path) -> None:
     home = directory(tmp_path / "model", shards)
     (home / list(shards)[-1]).unlink()
     texts = [path.read_bytes()[8:-8000] for path in home.glob("*.safetensors")] + [(home / INDEX).read_bytes()]
-    ours = min(timed(lambda: Checkpoint.open(home)) for _ in range(4))
-    theirs = min(timed(lambda: [json.loads(text) for text in texts]) for _ in range(4))
     finding = only(home)
     assert (finding.code, finding.file, len(finding.tensors)) == ("missing-shard", list(shards)[-1], 1000)
-    assert ours < 3 * theirs, f"{ours:.2f} s against {theirs:.2f} s"
-
-
-def timed(call: Callable[[], object]) -> float:
-    started = time.process_time()
-    call()
-    return time.process_time() - started
+    within(3, lambda: Checkpoint.open(home), lambda: [json.loads(text) for text in texts])

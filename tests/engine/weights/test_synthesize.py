@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -86,15 +85,12 @@ def test_a_release_of_its_real_size_is_opened_accounted_and_cut_from_headers_alo
     used = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
     assert payload > 1.3e12
     assert used < 30 << 20
-    started = time.process_time()
     checkpoint = Checkpoint.open(tmp_path)
     spec, matcher = FAMILIES.describe(checkpoint.config)
     ledger = account(checkpoint, spec, matcher)
     held = rank_pieces(spec, Mesh(tp=8, ep=8), 17, "BF16", ledger)
-    seconds = time.process_time() - started
     assert ledger.complete
     assert checkpoint.payload_bytes == payload
     assert len(checkpoint.tensors) == 3 * 12 + 58 * (9 + 2 + 3 + 256 * 3) + 3
     assert len({piece.tensor for piece in held.pieces}) == len(held.pieces)
     assert held.nbytes < payload / 8
-    assert seconds < 20, f"{seconds:.1f} s"
