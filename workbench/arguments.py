@@ -27,7 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "packed": "packed",
     },
 }
-NOT_IN_FILES = {"config", "help", "json", "run", "quiet"}
+NOT_IN_FILES = frozenset({"config", "help", "json", "run", "quiet", "ended_run"})
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -188,6 +189,7 @@ def _end(face: Face, bringup: Bringup, report: Report) -> None:
     face.line(f"{report.status}: {bringup.run.directory / 'report.html'}")
     if bringup.detached and bringup.host is not None:
         face.line(f"the engine goes on at {bringup.host.url}")
+        face.line(f"end it:  {_program()} serve --stop {shlex.quote(str(bringup.run.directory))}")
     elif report.passed:
         face.line(f'ask it:  {_program()} generate {bringup.checkpoint} --prompt "..."')
 

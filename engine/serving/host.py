@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -371,7 +372,7 @@ def _handle_in(directory: Path) -> Handle | None:
 
 def _occupied(directory: Path, handle: Handle | None) -> Refused:
     where = f" at {handle.url}" if handle is not None and handle.url else ""
-    end = f", or end it (kill {handle.pid})" if handle is not None else ""
+    end = f", or end it (firstlight serve --stop {shlex.quote(str(directory))})" if handle is not None else ""
     return Refused(
         fatal(
             "not-available",

@@ -184,7 +184,9 @@ def test_before_start_there_is_no_engine(tmp_path: Path) -> None:
         Bringup(MENAGERIE, root=tmp_path, max_contxt=3)
 
 
-def test_a_detached_engine_outlives_its_session(tmp_path: Path) -> None:
+def test_a_detached_engine_outlives_its_session_until_a_verb_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Bringup(MENAGERIE, run=tmp_path / "run", detached=True, max_context=128, dtype="F32", threads=1) as session:
         assert session.start().passed
         assert session.host is not None
@@ -194,8 +196,15 @@ def test_a_detached_engine_outlives_its_session(tmp_path: Path) -> None:
         assert again.host is not None
         assert again.detached
         assert again.engine.info().dtype == "F32"
-        again.detached = False
+    assert alive(pids) == list(pids)
+    capsys.readouterr()
+    assert main(["serve", "--stop", str(tmp_path / "run"), "--json", "-"]) == 0
     gone(pids)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["verb"], report["status"]) == ("serve", "passed")
+    assert report["checks"][0]["value"] == report["checks"][0]["limit"] == len(pids) + 1
+    assert main(["serve", "--stop", str(tmp_path / "run")]) == 2
+    assert "the host has ended" in capsys.readouterr().err
 
 
 def test_broken_weights_are_found_by_infer_and_stop_the_ladder(tmp_path: Path) -> None:

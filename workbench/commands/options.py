@@ -37,9 +37,12 @@ DTYPES = {
 BACKEND_DEVICES = {"auto": "auto", "gloo": "cpu", "nccl": "cuda"}
 
 
-def checkpoint(parser: argparse.ArgumentParser) -> None:
+def checkpoint(parser: argparse.ArgumentParser, may_lack: bool = False) -> None:
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="directory of a checkpoint, or its URL: s3://, gs://, az://, http(s)://"
+        "checkpoint",
+        metavar="CKPT",
+        nargs="?" if may_lack else None,
+        help="directory of a checkpoint, or its URL: s3://, gs://, az://, http(s)://",
     )
     parser.add_argument(
         "--keep",

@@ -1,4 +1,4 @@
-"""`firstlight serve`: an engine with the OpenAI routes, until interrupted."""
+"""`firstlight serve`: an engine with the OpenAI routes, until interrupted; with `--stop`, the end of one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 
+from firstlight.engine.errors import Refused
+from firstlight.engine.findings import fatal
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
 from firstlight.workbench.session import Session
 
 LOOK_PERIOD_S = 0.5
 DEADLINE_S = 10.0
+ENGINE_FOLDER = "engine"  # of a run directory
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    options.checkpoint(parser)
+    options.checkpoint(parser, may_lack=True)
+    parser.add_argument(
+        "--stop",
+        dest="ended_run",
+        metavar="RUN",
+        help="start nothing; end the engine of this run directory, which `up --detached` left running, say",
+    )
     group = parser.add_argument_group("http")
     group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     group.add_argument(
@@ -33,7 +43,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
-    """Serves until SIGINT or SIGTERM, or until a rank is lost, which is a failure."""
+    """Serves until SIGINT or SIGTERM, or until a rank is lost, which is a failure; or ends the engine of a run."""
+    _refuse_subject(arguments)
+    if arguments.ended_run is not None:
+        return _stop(arguments.ended_run)
+    return _serve(arguments, session)
+
+
+def _refuse_subject(arguments: argparse.Namespace) -> None:
+    """One of the two is named: what is served, or what is ended."""
+    if (arguments.checkpoint is None) != (arguments.ended_run is None):
+        return
+    found = "neither" if arguments.checkpoint is None else f"{arguments.checkpoint} and --stop {arguments.ended_run}"
+    raise Refused(
+        fatal(
+            "usage",
+            "serve starts the engine of a checkpoint, or ends that of a run",
+            expected="CKPT or --stop RUN",
+            found=found,
+            next="firstlight serve --help tells what there is",
+        )
+    )
+
+
+def _serve(arguments: argparse.Namespace, session: Session) -> Report:
     from firstlight.engine.errors import RankFailure
     from firstlight.engine.serving.options import HostOptions
     from firstlight.engine.serving.stream import EngineFailed
@@ -47,7 +80,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         deadline_s=arguments.deadline,
     )
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # under a launcher as well
-    folder = session.run.directory / "engine" if session.run is not None else None
+    folder = session.run.directory / ENGINE_FOLDER if session.run is not None else None
     began_s = time.perf_counter()
     host = start_host(
         options.options_of(arguments), session.progress("start"), http=http, run_dir=folder, make_token=False
@@ -71,3 +104,41 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
     finally:
         session.face.settle()
         host.stop()
+
+
+def _stop(run: str) -> Report:
+    """Ends the engine whose handle is in `run` or its folder `engine`, in order: requests, ranks, supervisor.
+
+    Running requests are aborted. Raises `Refused` where no engine runs: not-found without a handle, else not-available.
+    """
+    from firstlight.engine.serving.host import Host
+    from firstlight.workbench.report import Draft
+
+    inner = Path(run) / ENGINE_FOLDER
+    host = Host.attach(inner if inner.is_dir() else run)
+    handle = host.handle
+    model, where = Path(handle.checkpoint).name, handle.url or "not listening yet"
+    draft = Draft("serve", f"end of {model}, {handle.mesh.describe()}, at {where}")
+    processes = [psutil.Process(pid) for pid in (handle.pid, *handle.pids) if psutil.pid_exists(pid)]
+    host.stop()
+    until_s = time.monotonic() + DEADLINE_S
+    while (left := [process.pid for process in processes if _runs(process)]) and time.monotonic() < until_s:
+        time.sleep(LOOK_PERIOD_S / 10)
+    draft.check(
+        "every process of the engine has ended",
+        not left,
+        value=len(processes) - len(left),
+        limit=len(processes),
+        unit="processes",
+        detail=f"still there: {', '.join(map(str, left))}" if left else "its ranks and what watched them",
+    )
+    draft.metric("run", str(host.run_dir), "", "whose engine it was")
+    return draft.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is still there; one that has ended and that nobody has collected is not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
