@@ -25,6 +25,8 @@ SCALES = frozenset(("F32", "BF16", "F16", "U8", "F8_E8M0"))
 PRODUCTS = frozenset(("qkv", "o", "q", "q_a", "q_b", "kv", "kv_a", "g", "gate", "up", "gate_up", "down", "in", "o_b"))
 Wish = Literal["auto", "always", "never"]
 WISHES: tuple[Wish, ...] = ("auto", "always", "never")
+Residency = Literal["resident", "streamed", "experts"]  # which weights are in memory when: engine/weights/residency.py
+RESIDENCIES: tuple[Residency, ...] = ("resident", "streamed", "experts")
 
 
 class Kept(NamedTuple):

@@ -6,7 +6,6 @@ is divided. It is tp, or one rank where the user wants mixers whole.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Literal, get_args
 
@@ -158,10 +157,6 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         parts = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         whole = ", attention whole" if self.size(HEADS) < self.tp else ""
         return (" x ".join(parts) or "1 rank") + whole
-
-    def all_coordinates(self) -> tuple[Coordinates, ...]:
-        ranges = (range(self.size(axis)) for axis in AXES)
-        return tuple(Coordinates(**dict(zip(AXES, values, strict=True))) for values in itertools.product(*ranges))
 
 
 class Coordinates(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,6 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
-from firstlight.engine.weights.residency import Kind
 from firstlight.kernels.registry import Choice, NotSupportedError, choose
 
 CACHE_SHARE = 0.9  # of the device memory that is free once the weights are there
@@ -90,12 +89,11 @@ def bring_up(
     pulse.enter("load")
     keep, _ = kept_roles(options.packed, device.type)
     pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep)
-    kind: Kind = options.residency  # type: ignore[assignment]
     weights = hold(
         checkpoint,
         pieces,
         device,
-        kind,
+        options.residency,
         options.weights_budget,
         options.load_threads,
         progress=lambda now: pulse.progress(now.bytes_done, now.bytes_total),

@@ -291,7 +291,18 @@ def read_handle(run_dir: Path) -> Handle:
     path = run_dir / HANDLE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Handle)
-    except FileNotFoundError:
+    except msgspec.DecodeError as error:
+        raise Refused(
+            fatal(
+                "not-found",
+                f"the handle of an engine host cannot be read: {error}",
+                file=str(path),
+                expected="what a host wrote",
+                found="something else",
+                next="name the run directory of an engine that runs",
+            )
+        ) from error
+    except (FileNotFoundError, NotADirectoryError):
         raise Refused(
             fatal(
                 "not-found",

@@ -9,7 +9,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.engine.parallel.kept import WISHES, Wish
+from firstlight.engine.parallel.kept import RESIDENCIES, WISHES, Residency, Wish
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.rows import EXCHANGES
 from firstlight.engine.serving.scheduler import Limits
@@ -48,7 +48,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     operators: dict[str, str] = msgspec.field(default_factory=dict)
     threads: int | None = None
     load_threads: int | None = None
-    residency: str = "resident"
+    residency: Residency = "resident"
     weights_budget: int | None = None
     packed: Wish = "auto"
     fallback: str = ""
@@ -63,7 +63,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise _bad("device", "auto, cpu or cuda", self.device)
         if self.dtype not in ("auto", "BF16", "F16", "F32"):
             raise _bad("dtype", "auto, BF16, F16 or F32", self.dtype)
-        if self.residency not in ("resident", "streamed", "experts"):
+        if self.residency not in RESIDENCIES:
             raise _bad("residency", "resident, streamed or experts", self.residency)
         if self.expert_exchange not in EXCHANGES:
             raise _bad("expert_exchange", ", ".join(EXCHANGES), self.expert_exchange)

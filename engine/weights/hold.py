@@ -9,20 +9,21 @@ import torch
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.kept import Residency
 from firstlight.engine.parallel.pieces import RankPieces
 from firstlight.engine.weights import residency
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.expert_cache import ExpertCache, is_expert
 from firstlight.engine.weights.loader import Weights, load
 from firstlight.engine.weights.pages import aligned
-from firstlight.engine.weights.residency import Kind, LayerStream, too_small, without
+from firstlight.engine.weights.residency import LayerStream, too_small, without
 
 
 def hold(
     checkpoint: Checkpoint,
     pieces: RankPieces,
     device: torch.device,
-    kind: Kind = "resident",
+    kind: Residency = "resident",
     budget_bytes: int | None = None,
     threads: int | None = None,
     **options: Any,

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -24,7 +24,6 @@ from firstlight.engine.weights.memory import Pool
 from firstlight.engine.weights.pages import aligned
 from firstlight.engine.weights.placing import STORED_DTYPES
 
-Kind = Literal["resident", "streamed", "experts"]
 Built = TypeVar("Built")
 
 AHEAD = 1  # layers that are read ahead at first

@@ -186,12 +186,12 @@ def _not_swallowed(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """The output, with what is not finite among queries and keys in it.
 
     Where keys are fewer than the lanes of a vector, torch's operator on CPUs takes scores that are NaN for masked ones,
-    and gives zeros: a fault of the layers before would go on as an answer. Zero times a sum is zero, or NaN.
+    and gives zeros: a fault of the layers before would go on as an answer. Zero times a number is zero if the number is
+    finite, however large, and NaN if it is not.
     """
     if k.shape[-2] >= FEW_KEYS:
         return out
-    sums = q.sum(dim=-1, keepdim=True, dtype=torch.float32) + k.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    return out + (0.0 * sums).to(out.dtype)
+    return out + (0.0 * q).sum(dim=-1, keepdim=True) + (0.0 * k).sum(dim=(-2, -1), keepdim=True)
 
 
 def _keys(cache_PKSD: Tensor, meta: AttentionMeta, b: int) -> Tensor:

@@ -121,3 +121,15 @@ def test_a_number_that_is_none_is_not_swallowed(name: str, part: int, length: in
     together = run(name, [count, 1], [length, 7], [[0], [1]], 20, x[:2])
     assert together[count - 1].isnan().any()
     assert together[count].isfinite().all(), "a neighbour's fault is none of its own"
+
+
+@pytest.mark.parametrize("part", [slice(0, 4), slice(4, 6)], ids=["queries", "keys"])
+@pytest.mark.parametrize("count", [1, 9])
+def test_large_numbers_are_none_of_those(part: slice, count: int, x: Tensor) -> None:
+    """Finite values whose sum is not, and whose products with the other side are ordinary."""
+    x[..., :6, :] *= 1e-37
+    x[..., part, :] = x[..., part, :].abs() * 1e37 * 3e37 + 2.5e37
+    assert x.isfinite().all()
+    assert not x[0, 0, part].sum(dim=-1).isfinite().all()
+    sdpa, reference = (run(name, [count], [9], [[0]], 20, x[:1]) for name in ("sdpa", "reference"))
+    torch.testing.assert_close(sdpa, reference)
