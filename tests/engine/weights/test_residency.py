@@ -18,6 +18,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.model.build import Model
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.comm import Comms
+from firstlight.engine.parallel.kept import Residency
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.runtime import Engine
@@ -26,7 +27,6 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import account
 from firstlight.engine.weights.readers import Job, read_jobs
-from firstlight.engine.weights.residency import Kind
 from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.kernels.registry import choose
 from tests.engine.direct import Arrays, Direct
@@ -48,7 +48,7 @@ def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 class Held(Direct):
     """One rank's part of a checkpoint under a policy, in float32."""
 
-    def __init__(self, path: Path, kind: Kind, budget_bytes: int | None, mesh: Mesh | None = None) -> None:
+    def __init__(self, path: Path, kind: Residency, budget_bytes: int | None, mesh: Mesh | None = None) -> None:
         checkpoint = Checkpoint.open(str(path))
         self.spec, matcher = FAMILIES.describe(checkpoint.config)
         self.ledger = account(checkpoint, self.spec, matcher)
@@ -78,7 +78,7 @@ def inputs(count: int = 1) -> list[Arrays]:
     return [{"input_ids": torch.randint(3, 31, (2, 9), generator=generator).numpy()} for _ in range(count)]
 
 
-def least(path: Path, kind: Kind, held: Callable[..., Held]) -> int:
+def least(path: Path, kind: Residency, held: Callable[..., Held]) -> int:
     """The smallest budget that is not refused, as any refusal says."""
 
     def said(budget_bytes: int) -> int:
@@ -118,7 +118,7 @@ def test_layers_through_a_budget_give_the_same_numbers(name: str, checkpoint: Ge
 
 @pytest.mark.parametrize(("kind", "mesh"), [("streamed", Mesh()), ("streamed", Mesh(tp=2)), ("experts", Mesh())])
 def test_no_more_staging_is_counted_than_the_pieces_can_take(
-    kind: Kind, mesh: Mesh, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+    kind: Residency, mesh: Mesh, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the staging memory of large models: a tiny one still goes through a budget smaller than itself."""
     for module in (residency, expert_cache):
@@ -255,7 +255,7 @@ def test_no_bit_depends_on_how_many_experts_have_room(name: str, share: float, c
 
 @pytest.mark.parametrize(("name", "kind"), [("mxfp4", "experts"), ("mxfp4", "streamed"), ("fp8-blocks", "experts")])
 def test_quantized_weights_come_and_go_as_they_are_kept(
-    name: str, kind: Kind, held: Callable[..., Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: Residency, held: Callable[..., Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes and scales of experts that stay packed; numbers where they are unpacked while they are read."""
     for module in (residency, expert_cache):
