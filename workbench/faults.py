@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from firstlight.engine.errors import FirstlightError, RankFailure, Refused
@@ -54,7 +55,9 @@ def _of_the_system(error: OSError) -> Finding:
         f"the system refused: {error.strerror or error}" + (f": {name}" if name else ""),
         file=name,
         found=error.strerror or str(error),
-        next="check that the path exists and may be used",
+        next="make room there, or name a place on another disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else "check that the path exists and may be used",
     )
 
 

@@ -72,6 +72,7 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("generate", "x", "--prompt", "a", "--dtype", "int3"), "'int3' is not one of auto, bf16, f16, f32"),
         (("generate", "x"), "there is no prompt"),
         (("generate", "x", "--prompt", "a", "--image", "no.png"), "the picture no.png is not there"),
+        (("generate", "x", "--prompt", "a", "--image", "/dev/null"), "found a device, a pipe or a socket"),
         (("generate", "x", "--prompt", "a", "--temperature", "-1"), "temperature is out of range"),
         (("generate", "x", "--prompt", "a", "--backend", "nccl", "--device", "cpu"), "does not go with"),
         (("generate", "x", "--prompt", "a", "--device", "cpu", "--device-ids", "0,1"), "device ids name GPUs"),

@@ -187,13 +187,20 @@ def refuse_absent_pictures(images: list[str]) -> None:
             raise Refused(
                 fatal(
                     "not-found",
-                    f"the picture {image} is not there",
+                    f"the picture {image} is {'no file' if Path(image).exists() else 'not there'}",
                     file=image,
                     expected="an image file",
-                    found="a directory" if Path(image).is_dir() else "nothing of that name",
+                    found=_what_is(Path(image)),
                     next="correct --image",
                 )
             )
+
+
+def _what_is(path: Path) -> str:
+    """What lies where a file was expected."""
+    if path.is_dir():
+        return "a directory"
+    return "a device, a pipe or a socket" if path.exists() else "nothing of that name"
 
 
 def mesh_of(arguments: argparse.Namespace) -> Mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -157,6 +158,22 @@ def absent(file: str) -> Refused:
             "a file of the checkpoint is not there",
             file=file,
             next="fetch the file again, or scan the directory to see what else is missing",
+        )
+    )
+
+
+def unkept(file: str, error: OSError) -> Refused:
+    """What came from afar could not be written beside it."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    where = "set FIRSTLIGHT_CACHE to another directory"
+    return Refused(
+        fatal(
+            "not-available",
+            f"{file} cannot be written: {error.strerror}",
+            file=file,
+            expected="room for the weights that are kept" if is_full else "a directory that may be written",
+            found=str(error.strerror),
+            next=f"make room there, {where}, or load without --keep" if is_full else f"allow writing there, or {where}",
         )
     )
 

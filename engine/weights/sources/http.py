@@ -10,11 +10,13 @@ import ipaddress
 import netrc
 import re
 import socket
+import ssl
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -41,7 +43,9 @@ MOST_REDIRECTS = 5
 REMEMBER_S = 60.0  # how long the end of a redirect is used without asking again: signed addresses expire
 CONNECT_S = 10.0  # a server that is there answers that much sooner
 UNWANTED = "nobody wants it any longer"
+CHECK = "check the network, the server and any proxy of the environment (HTTPS_PROXY, HTTP_PROXY, NO_PROXY)"
 LOOK = "open the address in a browser"
+TRUST = "name the certificate of who vouches for it: SSL_CERT_FILE=FILE.pem; check the host's name and this clock"
 PLAIN = ("", "identity", "aws-chunked")  # encodings of an answer whose bytes are those of the file
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
@@ -59,16 +63,30 @@ class HttpFiles:
         self._ends: dict[str, tuple[httpx.URL, float]] = {}
         self._lock = threading.Lock()
         self._links: weakref.WeakSet[NetworkStream] = weakref.WeakSet()  # every connection there is
-        self._client = httpx.Client(
+        self._credentials = OfNetrc()
+        self._client = self._connections(
             timeout=httpx.Timeout(self.retry.stall_s, pool=None, connect=min(self.retry.stall_s, CONNECT_S)),
             limits=httpx.Limits(
                 max_connections=2 * HTTP_SHAPE.in_flight, max_keepalive_connections=HTTP_SHAPE.in_flight
             ),
             headers={"Accept-Encoding": "identity"},
             follow_redirects=False,
-            auth=OfNetrc(),
+            auth=self._credentials,
         )
         weakref.finalize(self, self._client.close)  # a checkpoint that is dropped leaves no connection
+
+    def _connections(self, **options: Any) -> httpx.Client:
+        """A client as the environment has it: certificates and proxies that cannot be used are `Refused`."""
+        way = "correct or unset SSL_CERT_FILE and SSL_CERT_DIR: the certificates of those who may vouch for a server"
+        try:
+            return httpx.Client(**options)
+        except OSError as error:  # ssl.SSLError too
+            found = f"the certificates that the environment names: {error.strerror or error}"
+            raise self._refused("", found, "certificates in PEM", way) from error
+        except (httpx.InvalidURL, ValueError, ImportError) as error:
+            way = "correct or unset HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or name the host in NO_PROXY"
+            found = f"the proxy that the environment names: {str(error).partition('. ')[0]}"
+            raise self._refused("", found, "http://HOST:PORT", way) from error
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._pinned))
@@ -109,7 +127,6 @@ class HttpFiles:
 
         `stop` ends the wait for it, once the connections are cut as well.
         """
-        url = self._where(name)
 
         def follow(event: str, info: Mapping[str, Any]) -> None:
             if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
@@ -119,6 +136,7 @@ class HttpFiles:
                 raise Interrupted(UNWANTED)
 
         try:
+            url = self._where(name)
             for _ in range(MOST_REDIRECTS + 1):
                 ranges, extensions = {"Range": f"bytes={first}-{last}"}, {"trace": follow}
                 request = self._client.build_request("GET", url, headers=ranges, extensions=extensions)
@@ -133,7 +151,14 @@ class HttpFiles:
                     response.close()
         except httpx.UnsupportedProtocol as error:
             raise self._refused(name, str(error), "an address of a web server") from error
+        except (httpx.InvalidURL, UnicodeError) as error:  # the latter of a host's name
+            found = f"no address of a web server: {error}"
+            raise self._refused(name, found, "an address of a web server", "correct the address") from error
         except httpx.TransportError as error:
+            if (why := distrusted(error)) is not None:
+                raise self._refused(name, why, "a certificate that holds for this host", TRUST) from error
+            if "WRONG_VERSION_NUMBER" in str(error) or "HTTP_REQUEST" in str(error):
+                raise self._refused(name, "what answers speaks no TLS", "https", "try http://") from error
             raise Interrupted(str(error) or type(error).__name__) from error
         raise self._refused(name, f"more than {MOST_REDIRECTS} redirects", "an answer")
 
@@ -156,12 +181,12 @@ class HttpFiles:
         if status in (401, 403, 410) and self._forget(name):
             raise Interrupted(f"status {status} at the end of a redirect that may have expired")
         if status in TRY_AGAIN:
-            raise Interrupted(f"status {status}", _seconds(response.headers.get("retry-after")))
+            pause_s = seconds_of(response.headers.get("retry-after"))
+            asked = "" if pause_s is None else f", and a wait of {pause_s:,.0f} s was asked for"
+            raise Interrupted(f"status {status} {response.reason_phrase}{asked}", pause_s)
         if status in (404, 410):
             raise absent(self.address(name))
-        way = (
-            "credentials for this host belong in ~/.netrc" if status in (401, 403) else "open the address in a browser"
-        )
+        way = self._credentials.way if status in (401, 403) else LOOK
         raise self._refused(name, f"status {status} {response.reason_phrase}", "status 206", way)
 
     def _attempts(self, name: str) -> FileStat | None:
@@ -173,7 +198,7 @@ class HttpFiles:
                 self.usage.add("retries")
                 if patience.ends():
                     found = f"{error}, {patience.failures} times in {patience.waited_s:.1f} s"
-                    way = "check the network and the server; --patience SECONDS tries for longer"
+                    way = f"{CHECK}; --patience SECONDS tries for longer"
                     raise self._refused(name, found, "an answer", way) from error
                 patience.pause(error.pause_s)
 
@@ -208,7 +233,10 @@ class HttpFiles:
 
     def _follow(self, url: httpx.URL, location: str) -> httpx.URL:
         """Where a redirect leads: to http or https, never from https to http, never from outside into this network."""
-        target = url.join(location)
+        try:
+            target = url.join(location)
+        except httpx.InvalidURL as error:
+            raise self._refused("", f"{url.host} redirects to what is no address: {error}", "an address") from error
         leaves = target.scheme not in ("http", "https") or (url.scheme == "https" and target.scheme == "http")
         inward = target.host != url.host and _is_inside(target.host) and not _is_inside(url.host)
         if leaves or inward:
@@ -226,7 +254,7 @@ class HttpFiles:
         return target
 
     def _refused(self, name: str, found: str, expected: str, way: str = LOOK) -> Refused:
-        file = self.address(name)
+        file = self.address(name) if name else self.url
         return Refused(
             fatal("read-failed", f"{file} cannot be read: {found}", file=file, expected=expected, found=found, next=way)
         )
@@ -236,10 +264,17 @@ class OfNetrc(httpx.Auth):
     """Credentials of ~/.netrc, each for the host that it names alone: none goes to where a redirect leads."""
 
     def __init__(self) -> None:
+        self.way = "credentials for this host belong in ~/.netrc"
+        self._hosts = {}
         try:
             self._hosts = netrc.netrc().hosts
-        except (OSError, netrc.NetrcParseError):
-            self._hosts = {}
+        except FileNotFoundError:
+            pass
+        except netrc.NetrcParseError as error:  # its words may hold a password
+            why = f"line {error.lineno} is not understood" if error.lineno else error.msg
+            self.way += f", which cannot be read: {why}"
+        except (OSError, UnicodeDecodeError) as error:
+            self.way += f", which cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
 
     def auth_flow(self, request: httpx.Request) -> Iterator[httpx.Request]:  # type: ignore[override]
         found = self._hosts.get(request.url.host) if request.url.host != "default" else None
@@ -330,6 +365,14 @@ class HttpFile:
             raise Interrupted(f"asked for bytes {first}-{last}, got {response.headers['content-range']}")
 
 
+def distrusted(error: BaseException) -> str | None:
+    """Why the certificate of a server does not hold, where that is what ended an attempt: no other one helps."""
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, ssl.SSLCertVerificationError):
+        below = below.__cause__ or below.__context__
+    return None if below is None else f"its certificate does not hold: {below.verify_message}"
+
+
 def cut(stream: NetworkStream) -> None:
     """End a connection on which another thread waits or reads."""
     held = stream.get_extra_info("socket")
@@ -344,7 +387,7 @@ def version_of(response: httpx.Response) -> str | None:
 
 
 def _total(file: str, response: httpx.Response) -> int:
-    found = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("content-range", ""))
+    found = re.fullmatch(r"bytes \d+-\d+/(\d{1,18})", response.headers.get("content-range", ""))
     if found is None:
         raise Refused(
             fatal(
@@ -359,8 +402,14 @@ def _total(file: str, response: httpx.Response) -> int:
     return int(found[1])
 
 
-def _seconds(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isdecimal() else None
+def seconds_of(text: str | None) -> float | None:
+    """What `Retry-After` says: seconds, or a date (RFC 9110, 10.2.3)."""
+    if text is None or text.isdecimal():
+        return None if text is None else float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
 
 
 def _is_inside(host: str) -> bool:

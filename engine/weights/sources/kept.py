@@ -22,6 +22,7 @@ from firstlight.engine.weights.sources.base import (
     ReadShape,
     Usage,
     read_rows_at_once,
+    unkept,
     unread,
 )
 from firstlight.engine.weights.sources.local import LocalFiles
@@ -127,7 +128,7 @@ class KeptFile:
             with _in_turn(self._path.parent):
                 self._begin()
         except OSError as error:
-            raise unread(str(self._part), 0, nbytes, f"it cannot be written: {error.strerror}") from error
+            raise unkept(str(self._part), error) from error
 
     def _begin(self) -> None:
         """Open the part and its journal, or the file that another process has finished meanwhile."""
@@ -215,7 +216,7 @@ class KeptFile:
                 written += os.pwrite(self._descriptor, data[written:], block * BLOCK_BYTES + written)
             os.write(self._log, _RECORD.pack(block, zlib.crc32(data)))
         except OSError as error:
-            raise unread(str(self._part), block * BLOCK_BYTES, data.nbytes, f"not kept: {error.strerror}") from error
+            raise unkept(str(self._part), error) from error
 
     def _size(self, block: int) -> int:
         return min(BLOCK_BYTES, self._nbytes - block * BLOCK_BYTES)

@@ -8,6 +8,7 @@ source and holds every answer against the same sizes and etags.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -166,7 +167,13 @@ def _checked(url: str) -> str:
     """The URL without a slash at its end; credentials and queries in it are refused, they would end up in files."""
     from firstlight.engine.weights.sources.objects import SCHEMES
 
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # out of range, or no number
+    except ValueError as error:
+        raise Refused(
+            fatal("usage", f"{url} is no address: {error}", expected="https://HOST/PATH", next="correct the address")
+        ) from error
     known = ("http", "https", "file", *SCHEMES)
     if parts.scheme not in known:
         raise Refused(
@@ -176,6 +183,16 @@ def _checked(url: str) -> str:
                 expected=", ".join(f"{one}://" for one in known),
                 found=parts.scheme,
                 next="name a directory, or a URL of these kinds",
+            )
+        )
+    if parts.scheme != "file" and not parts.hostname:
+        raise Refused(
+            fatal(
+                "usage",
+                f"{url} names no host",
+                expected=f"{parts.scheme}://HOST/PATH",
+                found=url,
+                next="correct the address",
             )
         )
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -215,10 +232,10 @@ def _found_by_name(far: ByteSource) -> tuple[str, ...]:
 
     if not isinstance(far, HttpFiles):
         raise _nothing(far.url, "no objects below this prefix")
+    if far.look("config.json") is None:  # alone: from a server that is not there nothing else is awaited
+        raise _nothing(far.url, "no config.json there")
     with _Threads(8) as pool:
         usual = [name for name, stat in zip(USUAL_NAMES, pool.map(far.look, USUAL_NAMES), strict=True) if stat]
-        if "config.json" not in usual:
-            raise _nothing(far.url, "no config.json there")
         shards = _indexed(far) if INDEX in usual else ()
         there = [name for name, stat in zip(shards, pool.map(far.look, shards), strict=True) if stat]
     return tuple(sorted({*usual, *there}))
@@ -324,14 +341,15 @@ def _folder(url: str, files: Mapping[str, tuple[int, str | None]]) -> str:
 
 
 def _unwritable(home: Path, error: OSError) -> Refused:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return Refused(
         fatal(
             "not-available",
-            f"the cache of remote checkpoints cannot be written: {error.strerror}",
+            f"the cache of remote checkpoints cannot be written: {error.strerror or error}",
             file=str(error.filename or home),
-            expected="a directory with room in it",
-            found=str(error.strerror),
-            next="make room there, or set FIRSTLIGHT_CACHE to another directory",
+            expected="a directory with room in it" if is_full else "a directory that may be written",
+            found=str(error.strerror or error),
+            next=("make room" if is_full else "allow writing") + " there, or set FIRSTLIGHT_CACHE to another directory",
         )
     )
 

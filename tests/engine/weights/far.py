@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             web.most_open = max(web.most_open, web.open)
         try:
             self._answer()
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, ssl.SSLError):
             self.close_connection = True
         finally:
             with web.lock:
@@ -185,14 +186,16 @@ def whole_file(handler: Handler, content: bytes) -> bool:
 
 
 @contextmanager
-def served(home: Path) -> Iterator[Web]:
-    """A server for the time of a `with`; `web.url` is where it listens."""
+def served(home: Path, secured: ssl.SSLContext | None = None) -> Iterator[Web]:
+    """A server for the time of a `with`; `web.url` is where it listens. `secured`: it speaks TLS."""
     web = Web(home)
     handler = type("OfThisTest", (Handler,), {"web": web})
     server = Server(("127.0.0.1", 0), handler)
+    if secured is not None:
+        server.socket = secured.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    web.url = f"http://127.0.0.1:{server.server_address[1]}/models/tiny"
+    web.url = f"http{'s' if secured else ''}://127.0.0.1:{server.server_address[1]}/models/tiny"
     try:
         yield web
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +168,23 @@ def test_a_cache_that_cannot_be_written_is_refused(web: far.Web, tmp_path: Path)
         mirror.mirror(web.url, cache=tmp_path / "file")
     (finding,) = caught.value.findings
     assert (finding.code, "FIRSTLIGHT_CACHE" in str(finding.next)) == ("not-available", True)
+
+
+@pytest.mark.parametrize(("number", "way"), [(errno.ENOSPC, "make room"), (errno.EACCES, "allow writing")])
+def test_weights_that_cannot_be_kept_are_refused_with_the_reason(
+    number: int, way: str, web: far.Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = mirror.open_source(place(web, tmp_path, keep=True)).open(FIRST)
+
+    def full(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(Refused) as caught:
+        opened.read_into(0, [memoryview(bytearray(100))])
+    (finding,) = caught.value.findings
+    assert way in str(finding.next)
+    assert kept.PART in str(finding.file)
 
 
 def test_an_index_that_points_elsewhere_fetches_nothing_there(web: far.Web, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.readers import Cancelled, Job, read_jobs, read_pieces
+from firstlight.engine.weights.sources import http
 from firstlight.engine.weights.sources.base import FileStat
 from firstlight.engine.weights.sources.http import HttpFiles
 from firstlight.engine.weights.sources.retry import Retry
@@ -280,6 +281,36 @@ def test_credentials_go_to_the_host_that_they_are_for_alone(
     assert read(source, 0, 300) == content[:300]
     source.close()
     assert seen == {"127.0.0.1": "Basic bWU6c2VjcmV0", "localhost": None}
+
+
+def test_credentials_that_cannot_be_read_are_said_where_they_are_missed(
+    web: far.Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me secret\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    web.always[NAME] = far.status(401)
+    source = HttpFiles(web.url, retry=QUICK)
+    finding = refusal(source)
+    source.close()
+    assert "which cannot be read" in str(finding.next)
+    assert "secret" not in str(finding)
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "*", "-1"])
+def test_a_size_that_is_none_is_refused(web: far.Web, source: HttpFiles, size: str) -> None:
+    def odd(handler: far.Handler, content: bytes) -> bool:
+        handler.plain(206, Content_Range=f"bytes 0-0/{size}", ETag='"1"')
+        return True
+
+    web.always[NAME] = odd
+    assert refusal(source).code == "read-failed"
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "most"), [("7", 7, 7), ("Fri, 31 Dec 2100 23:59:59 GMT", 1e6, 1e11), ("x", 0, 0)]
+)
+def test_how_long_a_server_wants_to_be_left_alone_is_seconds_or_a_date(said: str, least: float, most: float) -> None:
+    assert least <= (http.seconds_of(said) or 0) <= most
 
 
 def test_another_etag_is_an_error_that_names_the_file(web: far.Web, source: HttpFiles) -> None:
