@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,3 +111,26 @@ class Case:
         if not self.is_narrow:
             return True
         return int(self.outside(found).sum()) <= self.outliers_allowed(name, len(found.relative_R), forced)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What all cases of one comparison have in common; see `Case`."""
+
+    spec: ModelSpec
+    limit: float
+    dtype: str
+    layers: tuple[int, int] | None
+    eos_ids: frozenset[int]
+
+    def case(self, golden: Golden, **own: Any) -> Case:
+        """A case under these rules; `own` are fields of `Case` that it has for itself."""
+        return Case(
+            golden=golden,
+            spec=self.spec,
+            limit=self.limit,
+            dtype=self.dtype,
+            layers=self.layers,
+            eos_ids=self.eos_ids,
+            **own,
+        )

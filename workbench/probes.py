@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from firstlight.engine.inputs.pictures import Picture, open_picture
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.workbench.cases import Case
+from firstlight.workbench.cases import Case, Rules
 from firstlight.workbench.compare import Deviation, deviation
 from firstlight.workbench.golden import Arrays, Golden
 from firstlight.workbench.progress import Progress
@@ -34,19 +34,17 @@ LOGIT_VALUES = 4_000_000  # tokens are chosen so that one set of logits has abou
 def reference_cases(
     draft: Draft,
     checkpoint: Checkpoint,
-    spec: ModelSpec,
-    dtype: str,
-    limit: float,
-    layers: tuple[int, int] | None,
-    prompt: str | None,
-    pictures: Sequence[str | Path],
-    trust_remote_code: bool,
-    streamed: bool | None,
-    ends: frozenset[int],
+    rules: Rules,
+    asked: Mapping[str, Arrays],
     progress: Progress,
+    streamed: bool | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[AnyReference, list[Case]]:
-    """The reference and a case for each input: a prompt (with a picture if the model sees) and random tokens."""
-    asked = inputs_of(draft, checkpoint, spec, prompt, pictures)
+    """The reference and a case for each of the inputs `asked` (`inputs_of`), with the reference's own noise.
+
+    `streamed`: whether it runs layer by layer (None: if it would not fit), for which no tokens are generated.
+    """
+    dtype = rules.dtype
     progress("reference", 0, 1, "models")
     reference = open_reference(checkpoint, streamed=streamed, trust_remote_code=trust_remote_code)
     in_layers = isinstance(reference, StreamedReference)
@@ -59,19 +57,8 @@ def reference_cases(
         progress("reference", index, len(asked), "inputs")
         found = reference.run(inputs, generate=GENERATED if name == "prompt" else 0)
         free, forced = _noise(reference, rounded, inputs, found)
-        cases.append(
-            Case(
-                golden=Golden.of({**inputs, **found}, f"transformers {reference.version}, {name}"),
-                spec=spec,
-                limit=limit,
-                name=name,
-                eos_ids=ends,
-                layers=layers,
-                floor=free,
-                forced_floor=forced,
-                dtype=dtype,
-            )
-        )
+        golden = Golden.of({**inputs, **found}, f"transformers {reference.version}, {name}")
+        cases.append(rules.case(golden, name=name, floor=free, forced_floor=forced))
         worst = max(map(cases[-1].measure, free.values()))
         how = "another summation order" if rounded is None else f"{dtype} instead of F32"
         draft.metric(f"{name}_noise_floor", worst, "of scale", f"the reference against itself, {how}; largest")

@@ -22,7 +22,7 @@ from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.bisect import blame
-from firstlight.workbench.cases import Case
+from firstlight.workbench.cases import Case, Rules
 from firstlight.workbench.compare import limit_of
 from firstlight.workbench.engines import open_engine
 from firstlight.workbench.golden import Golden
@@ -35,6 +35,7 @@ from firstlight.workbench.rounding_marks import as_stored, on_narrow_reference, 
 from firstlight.workbench.side_files import absent_side_files
 
 if TYPE_CHECKING:
+    from firstlight.engine.model.rules import Matcher
     from firstlight.engine.serving.api import EngineLike
     from firstlight.workbench.streamed import AnyReference
 
@@ -66,60 +67,66 @@ def verify(
     _check_layers(layers, spec)
     options = _defaults(options, engine)
     if engine is None:  # before a reference is run for nothing
-        checkpoint.refuse_if_broken()
-        refuse_impossible(spec, options.mesh)
-        if not isinstance(spec, ForeignSpec):  # who loads that accounts for it
-            account(checkpoint, spec, matcher).refuse_if_incomplete()
-    dtype = options.dtype
-    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {dtype}")
-    draft.find(
-        (*checkpoint.findings, *spec.findings, *absent_side_files(checkpoint.directory, spec.vision is not None))
-    )
-    within = limit_of(dtype) if limit is None else limit
+        _refuse_unstartable(checkpoint, spec, matcher, options)
+    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {options.dtype}")
+    draft.find((*checkpoint.findings, *spec.findings))
+    draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
+    within = limit_of(options.dtype) if limit is None else limit
+    words = f"{options.dtype}; the reference's own scale, token by token"
+    draft.metric("relative_max_abs_limit", within, "of scale", words)
     say = progress or Progress("verify")
+    rules = Rules(spec=spec, limit=within, dtype=options.dtype, layers=layers, eos_ids=eos_ids(checkpoint))
     oracle: AnyReference | None = None
     if golden is not None:
-        case = _golden_case(draft, Golden.read(golden), spec, within, dtype, layers, eos_ids(checkpoint))
-        cases = [replace(case, forced_ids=eos_ids(checkpoint, "forced_eos_token_id"))]
+        cases = [_golden_case(draft, Golden.read(golden), rules, eos_ids(checkpoint, "forced_eos_token_id"))]
     else:
-        from firstlight.workbench.probes import reference_cases
+        from firstlight.workbench.probes import inputs_of, reference_cases
 
         _check_reference(reference)
-        oracle, cases = reference_cases(
-            draft,
-            checkpoint,
-            spec,
-            dtype,
-            within,
-            layers,
-            prompt,
-            pictures,
-            trust_remote_code,
-            streamed,
-            eos_ids(checkpoint),
-            say,
-        )
+        asked = inputs_of(draft, checkpoint, spec, prompt, pictures)
+        oracle, cases = reference_cases(draft, checkpoint, rules, asked, say, streamed, trust_remote_code)
     longest = spec.max_positions if engine is None else engine.info().max_context
     cases = [replace(case, decodes=case.golden.longest + case.steps <= longest) for case in cases]
     options = _sized(options, cases)
     tables = rounded_tables(checkpoint)
     draft.find(on_rounded_tables(tables))
-    if golden is not None:
-        draft.find(finding for case in cases for finding in on_narrow_reference(case))
-    draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
     with open_engine(options, say.of("start")) if engine is None else nullcontext(engine) as running:
         draft.find(running.info().findings)
         if golden is not None:
-            cases = [as_counted(draft, running, as_made(draft, running, case)) for case in cases]
-        if golden is not None and limit is None:
-            cases = [as_stored(draft, running, case, tables) for case in cases]
-        verdicts = [judge(draft, running, case, say) for case in cases]
-        for case, verdict in zip(cases, verdicts, strict=True):
-            if not verdict.passed:
-                blame(draft, case, verdict, running, options, oracle)
+            cases = [_as_written(draft, running, case, tables if limit is None else None) for case in cases]
+        _compare(draft, running, cases, options, oracle, say)
     _refuse_idle(draft, cases, layers)
     _overall(draft, cases)
     return draft.close()
+
+
+def _refuse_unstartable(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, options: EngineOptions) -> None:
+    """Refuses what no engine could be started with."""
+    checkpoint.refuse_if_broken()
+    refuse_impossible(spec, options.mesh)
+    if not isinstance(spec, ForeignSpec):  # who loads that accounts for it
+        account(checkpoint, spec, matcher).refuse_if_incomplete()
+
+
+def _as_written(draft: Draft, running: EngineLike, case: Case, tables: dict[str, str] | None) -> Case:
+    """A golden file's case by the conventions its numbers show: pictures, positions and, with `tables`, roundings."""
+    case = as_counted(draft, running, as_made(draft, running, case))
+    return case if tables is None else as_stored(draft, running, case, tables)
+
+
+def _compare(
+    draft: Draft,
+    running: EngineLike,
+    cases: Sequence[Case],
+    options: EngineOptions,
+    oracle: AnyReference | None,
+    progress: Progress,
+) -> None:
+    """Judges every case, and then looks for the block and operator at fault in those that did not pass."""
+    verdicts = [judge(draft, running, case, progress) for case in cases]
+    for case, verdict in zip(cases, verdicts, strict=True):
+        if not verdict.passed:
+            blame(draft, case, verdict, running, options, oracle)
 
 
 def _refuse_idle(draft: Draft, cases: Sequence[Case], layers: tuple[int, int] | None) -> None:
@@ -148,15 +155,9 @@ def _overall(draft: Draft, cases: Sequence[Case]) -> None:
             draft.metric(name, worst.value, worst.unit, "the worst of the inputs")
 
 
-def _golden_case(
-    draft: Draft,
-    golden: Golden,
-    spec: ModelSpec,
-    limit: float,
-    dtype: str,
-    layers: tuple[int, int] | None,
-    ends: frozenset[int],
-) -> Case:
+def _golden_case(draft: Draft, golden: Golden, rules: Rules, forced: frozenset[int]) -> Case:
+    """The case of a golden file, and findings on what it lacks. `forced`: tokens that end an answer cut short."""
+    spec = rules.spec
     draft.find(golden.check(spec))
     if not golden.hidden:
         draft.find(
@@ -179,7 +180,9 @@ def _golden_case(
             )
         )
     draft.metric("tokens", int(golden.mask.sum()), "tokens", f"in {golden.mask.shape[0]} sequences")
-    return Case(golden=golden, spec=spec, limit=limit, dtype=dtype, layers=layers, eos_ids=ends)
+    case = rules.case(golden, forced_ids=forced)
+    draft.find(on_narrow_reference(case))
+    return case
 
 
 def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:

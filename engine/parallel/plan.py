@@ -145,15 +145,11 @@ def make_plan(
     ranking = ranker.ranked(objective) if mesh is None else ()
     chosen, concurrency = _choose(mesh, ranking, layouts, objective, concurrency)
     ranks = layouts.ranks(chosen, concurrency)
-    worst = fullest(ranks)
-    fits = worst.total <= usable
     needed = layouts.fewest()
-    binding, reason = _binding(chosen, worst, usable)
+    binding, reason = _binding(chosen, fullest(ranks), usable)
+    fits = fullest(ranks).total <= usable
     nearest = None if fits else layouts.best("devices", concurrency) or layouts.fewest_for(concurrency)
-    findings = [*_cut_blocks(layouts, chosen), *_beyond_positions(spec, context)]
-    if not fits:
-        fewer = 0 if concurrency == 1 else _most_at_once(layouts, chosen, concurrency)
-        findings.insert(0, _does_not_fit(chosen, cluster, worst, usable, nearest, fewer))
+    too_much = () if fits else (_does_not_fit(layouts, chosen, ranks, concurrency, nearest),)
     return Plan(
         mesh=chosen,
         cluster=cluster,
@@ -167,7 +163,7 @@ def make_plan(
         binding_reason=reason,
         devices_needed=needed.world_size if needed else None,
         nearest=nearest,
-        findings=tuple(findings),
+        findings=(*too_much, *_cut_blocks(layouts, chosen), *_beyond_positions(spec, context)),
         objective=objective,
         estimate=ranker.candidate(chosen, concurrency),
         ranking=ranking,
@@ -239,13 +235,14 @@ def _most_at_once(layouts: Layouts, mesh: Mesh, concurrency: int) -> int:
 
 
 def _does_not_fit(
-    mesh: Mesh, cluster: Cluster, worst: RankBytes, usable_bytes: int, nearest: Mesh | None, fewer: int
+    layouts: Layouts, mesh: Mesh, ranks: Sequence[RankBytes], concurrency: int, nearest: Mesh | None
 ) -> Finding:
-    ways = (
-        [f"nearest that fits: {nearest.describe()} on {nearest.world_size:,} x {cluster.device.name}"]
-        if nearest
-        else []
-    )
+    """By how much, and the ways out: the nearest layout that fits, and fewer sequences at once on this one."""
+    cluster, usable_bytes, worst = layouts.cluster, layouts.usable_bytes, fullest(ranks)
+    ways = []
+    if nearest is not None:
+        ways.append(f"nearest that fits: {nearest.describe()} on {nearest.world_size:,} x {cluster.device.name}")
+    fewer = 0 if concurrency == 1 else _most_at_once(layouts, mesh, concurrency)
     if fewer:
         ways.append(f"{mesh.describe()} has room for --concurrency {fewer}")
     return fatal(

@@ -97,7 +97,10 @@ def create_app(desk: Desk) -> FastAPI:
     """The application; `desk` leads to the engine."""
     app = FastAPI(title="firstlight", docs_url=None, redoc_url=None, openapi_url=None)
     _openai_routes(app, desk)
-    _admin_routes(app, desk)
+    _asking_routes(app, desk)
+    _telling_routes(app, desk)
+    _measuring_routes(app, desk)
+    _ending_routes(app, desk)
     app.add_exception_handler(FirstlightError, _on_error)
     app.add_exception_handler(Exception, _on_fault)
     app.add_exception_handler(RequestValidationError, _on_query)
@@ -140,7 +143,9 @@ def _openai_routes(app: FastAPI, desk: Desk) -> None:
         return await _answer(desk, request, read_text)
 
 
-def _admin_routes(app: FastAPI, desk: Desk) -> None:
+def _asking_routes(app: FastAPI, desk: Desk) -> None:
+    """A prompt as our own clients send it: messages, text or token ids, answered delta by delta."""
+
     @app.post("/admin/generate")
     async def generate(request: Request) -> Response:
         engine, body = _engine(desk), await request.body()
@@ -152,6 +157,10 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
 
         stream = await _in_thread(submit)
         return StreamingResponse(_lines(engine, stream, handed.queue), media_type="application/x-ndjson")
+
+
+def _telling_routes(app: FastAPI, desk: Desk) -> None:
+    """What the engine is, holds and has counted; nothing is computed for it."""
 
     @app.api_route("/admin/info", methods=LOOKS)
     async def info() -> Response:
@@ -178,6 +187,10 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
     async def memory(pools: bool = False) -> Response:
         return _json(await _in_thread(lambda: _engine(desk).memory(pools)))
 
+
+def _measuring_routes(app: FastAPI, desk: Desk) -> None:
+    """Steps that are run to be looked at: their times, and what every layer computes."""
+
     @app.post("/admin/profile")
     async def profile(prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> Response:
         return _json(await _in_thread(lambda: _engine(desk).profile(prompt_tokens, decode_steps, batch)))
@@ -195,6 +208,10 @@ def _admin_routes(app: FastAPI, desk: Desk) -> None:
             return safetensors.numpy.save(engine.trace(**arguments))
 
         return Response(await _in_thread(run), media_type="application/octet-stream")
+
+
+def _ending_routes(app: FastAPI, desk: Desk) -> None:
+    """No further requests, or none at all."""
 
     @app.post("/admin/drain")
     async def drain() -> Response:
