@@ -7,7 +7,7 @@ import msgspec
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, mlp, rope
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, shared_expert, sigmoid_router, sparse_layers
 from firstlight.engine.model.rules import WeightRule, ignored, rule
 from firstlight.engine.model.spec import MLA, LayerSpec, ModelSpec, MoE, Norm, Rope
@@ -101,13 +101,14 @@ MLA_RULES = (
     rule(_A + "kv_a_layernorm.weight", _P + "kv_a_norm.weight"),
 )
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE
-_V3 = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
-SILENT: Silent = {"deepseek_v3": _V3, "kimi_k2": _V3}
+TYPES = ("deepseek_v3", "kimi_k2")
 FAMILY = Family(
     name="deepseek_v3",
-    model_types=("deepseek_v3", "kimi_k2"),
+    model_types=TYPES,
     spec=spec,
     rules=RULES,
-    silent=SILENT,
+    silent={
+        name: {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5} for name in TYPES
+    },
     left_out=extra_layers,
 )

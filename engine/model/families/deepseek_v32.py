@@ -1,15 +1,18 @@
 """DeepSeek-V3.2 and GLM-5: V3 with attention over keys that an indexer chooses; GLM-5.2 shares a choice over layers."""
 
+from types import MappingProxyType
+
 import msgspec
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import DENSE, TRUNK, decoder, in_layers, mlp, one_a_layer, rms
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, attention, experts, extra_layers, with_extra_layers
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
 from firstlight.engine.model.spec import MLA, Indexer, ModelSpec, Norm
 
-DEFAULTS = {"deepseek_v32": (False, 1e-6), "glm_moe_dsa": (True, 1e-5)}  # the indexer's pairs are neighbours; epsilon
+# Whether the indexer's pairs are neighbours; the epsilon of its norm.
+DEFAULTS = MappingProxyType({"deepseek_v32": (False, 1e-6), "glm_moe_dsa": (True, 1e-5)})
 
 
 def _own(config: Config) -> list[bool]:
@@ -65,10 +68,14 @@ def spec(config: Config) -> ModelSpec:
 _NAMES = {"wq_b": "q", "wk": "k", "k_norm": "k_norm", "weights_proj": "weights"}
 INDEXER_RULES = in_layers({f"self_attn.indexer.{theirs}": f"mixer.indexer.{ours}" for theirs, ours in _NAMES.items()})
 RULES = TRUNK + MLA_RULES + INDEXER_RULES + DENSE + MIXTURE
-SILENT: Silent = {
-    "deepseek_v32": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "glm_moe_dsa": {"q_lora_rank": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
-}
 FAMILY = Family(
-    name="deepseek_v32", model_types=tuple(DEFAULTS), spec=spec, rules=RULES, silent=SILENT, left_out=extra_layers
+    name="deepseek_v32",
+    model_types=tuple(DEFAULTS),
+    spec=spec,
+    rules=RULES,
+    silent={
+        "deepseek_v32": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        "glm_moe_dsa": {"q_lora_rank": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    },
+    left_out=extra_layers,
 )

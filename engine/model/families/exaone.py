@@ -1,5 +1,7 @@
 """EXAONE 3 and 3.5, IQuest-Coder: Llama under other names, with other values where config.json is silent."""
 
+from types import MappingProxyType
+
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import ATTENTION, DENSE, TRUNK, decoder, gqa, in_layers, mlp, rms, rope
 from firstlight.engine.model.families.family import Family
@@ -11,7 +13,7 @@ OLDER = {  # the keys of EXAONE's releases
     "rms_norm_eps": "layer_norm_epsilon",
     "hidden_act": "activation_function",
 }
-DEFAULTS = {"exaone": (500000.0, None), "iquestcoder": (10000.0, 128)}  # rotary base, width of a head
+DEFAULTS = MappingProxyType({"exaone": (500000.0, None), "iquestcoder": (10000.0, 128)})  # rotary base, width of a head
 
 
 def spec(config: Config) -> ModelSpec:

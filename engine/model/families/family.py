@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,3 +34,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...] = ()
     left_out: Callable[[Config], tuple[WeightRule, ...]] | None = None
     classes: Mapping[str, str] = {}
+
+    def __post_init__(self) -> None:
+        """Tables that are read for every configuration become read-only: whoever changed one would change all."""
+        silent = MappingProxyType({name: MappingProxyType(dict(values)) for name, values in self.silent.items()})
+        msgspec.structs.force_setattr(self, "silent", silent)
+        msgspec.structs.force_setattr(self, "classes", MappingProxyType(dict(self.classes)))

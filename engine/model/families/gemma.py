@@ -25,7 +25,7 @@ from firstlight.engine.model.families.common import (
     rope,
     rope_of_kind,
 )
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import WeightRule
 from firstlight.engine.model.spec import Attention, ModelSpec, Norm
 
@@ -144,9 +144,15 @@ def norm_names(config: Config) -> tuple[WeightRule, ...]:
 
 
 RULES = ENDS + ATTENTION + QK_NORM + DENSE
-SILENT: Silent = {
-    "gemma2": {"num_key_value_heads": 4},
-    "gemma3_text": GEMMA3,
-    "vaultgemma": {"num_key_value_heads": 4},
-}
-FAMILY = Family(name="gemma", model_types=tuple(KINDS), spec=spec, rules=RULES, silent=SILENT, left_out=norm_names)
+FAMILY = Family(
+    name="gemma",
+    model_types=tuple(KINDS),
+    spec=spec,
+    rules=RULES,
+    silent={
+        "gemma2": {"num_key_value_heads": 4},
+        "gemma3_text": GEMMA3,
+        "vaultgemma": {"num_key_value_heads": 4},
+    },
+    left_out=norm_names,
+)

@@ -1,5 +1,7 @@
 """Gemma 3 with pictures: SigLIP at one size, patches averaged to a fixed number of features, which see each other."""
 
+from types import MappingProxyType
+
 import msgspec
 
 from firstlight.engine.model.config import Config
@@ -19,13 +21,15 @@ from firstlight.engine.model.spec import (
     NormStep,
 )
 
-DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "patch_size": 16,
-}
+DEFAULTS = MappingProxyType(
+    {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "patch_size": 16,
+    }
+)
 
 
 def _seeing(layer: LayerSpec) -> LayerSpec:

@@ -3,7 +3,7 @@
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import LLAMA, QK_NORM, decoder, gqa, head_dim, mlp, rms, rope
 from firstlight.engine.model.families.deepseek_v3 import experts, extra_layers, with_extra_layers
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
@@ -22,8 +22,14 @@ def spec(config: Config) -> ModelSpec:
 
 RULES = LLAMA + QK_NORM + MIXTURE
 MODEL_TYPES = ("glm4_moe", "glm4v_moe_text")
-SILENT: Silent = {
-    "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1},
-    "glm4v_moe_text": {"num_key_value_heads": 8, "n_shared_experts": 1, "attention_bias": True},
-}
-FAMILY = Family(name="glm4_moe", model_types=MODEL_TYPES, spec=spec, rules=RULES, silent=SILENT, left_out=extra_layers)
+FAMILY = Family(
+    name="glm4_moe",
+    model_types=MODEL_TYPES,
+    spec=spec,
+    rules=RULES,
+    silent={
+        "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1},
+        "glm4v_moe_text": {"num_key_value_heads": 8, "n_shared_experts": 1, "attention_bias": True},
+    },
+    left_out=extra_layers,
+)

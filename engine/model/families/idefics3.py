@@ -1,5 +1,7 @@
 """Idefics3 and SmolVLM: SigLIP over tiles of which any part may be picture, patches of a kernel side by side."""
 
+from types import MappingProxyType
+
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.siglip import siglip, siglip_rules
@@ -7,13 +9,15 @@ from firstlight.engine.model.families.vision_common import both, count, image_to
 from firstlight.engine.model.rules import Part, WeightRule
 from firstlight.engine.model.spec import Chain, GridPositions, LinearStep, MergeStep, ModelSpec
 
-DEFAULTS = {
-    "hidden_size": 1152,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "patch_size": 32,
-}
+DEFAULTS = MappingProxyType(
+    {
+        "hidden_size": 1152,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "patch_size": 32,
+    }
+)
 
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:

@@ -1,5 +1,7 @@
 """Laguna: softplus gates over heads, as many heads as each layer says, sigmoid-routed experts with capped logits."""
 
+from types import MappingProxyType
+
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import (
     LLAMA,
@@ -18,7 +20,8 @@ from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, sparse_layers
 from firstlight.engine.model.spec import MLP, Attention, ModelSpec, Rope
 
-DEFAULTS = {"full_attention": (500000.0, 0.5), "sliding_attention": (10000.0, 1.0)}  # base, part that rotates
+# Rotary base; part of a head that rotates.
+DEFAULTS = MappingProxyType({"full_attention": (500000.0, 0.5), "sliding_attention": (10000.0, 1.0)})
 
 
 def _positions(config: Config, kind: str, size: int) -> Rope:

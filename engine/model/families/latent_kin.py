@@ -23,7 +23,7 @@ from firstlight.engine.model.families.deepseek_v3 import (
     score_scale,
     with_extra_layers,
 )
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import MIXTURE, mixture, router, shared_expert, sparse_layers
 from firstlight.engine.model.spec import MLA, ModelSpec, MoE
 
@@ -99,16 +99,15 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = TRUNK + MLA_RULES + DENSE + MIXTURE
-SILENT: Silent = {
-    "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
-    "minicpm3": {"q_lora_rank": 768},
-    "mistral4": {"q_lora_rank": 1024, "n_shared_experts": 1},
-}
 FAMILY = Family(
     name="latent_kin",
     model_types=("glm4_moe_lite", "minicpm3", "mistral4", "youtu"),
     spec=spec,
     rules=RULES,
-    silent=SILENT,
+    silent={
+        "glm4_moe_lite": {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
+        "minicpm3": {"q_lora_rank": 768},
+        "mistral4": {"q_lora_rank": 1024, "n_shared_experts": 1},
+    },
     left_out=extra_layers,
 )

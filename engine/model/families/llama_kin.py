@@ -22,7 +22,7 @@ from firstlight.engine.model.families.common import (
     rotated_layers,
     silent_rope,
 )
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.spec import Attention, ModelSpec
 
 
@@ -143,20 +143,19 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = LLAMA
-SILENT: Silent = {
-    "cwm": {"num_key_value_heads": 8, "sliding_window": 8192},
-    "ernie4_5": {"num_key_value_heads": 2},
-    "internlm3": {"num_key_value_heads": 2},
-    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "ministral3": {"num_key_value_heads": 8},
-    "seed_oss": {"num_key_value_heads": 8},
-    "smollm3": {"num_key_value_heads": 4},
-}
 FAMILY = Family(
     name="llama_kin",
     model_types=tuple(KIN),
     spec=spec,
     rules=RULES,
-    silent=SILENT,
+    silent={
+        "cwm": {"num_key_value_heads": 8, "sliding_window": 8192},
+        "ernie4_5": {"num_key_value_heads": 2},
+        "internlm3": {"num_key_value_heads": 2},
+        "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+        "ministral3": {"num_key_value_heads": 8},
+        "seed_oss": {"num_key_value_heads": 8},
+        "smollm3": {"num_key_value_heads": 4},
+    },
     classes={"internlm3": "LlamaForCausalLM"},
 )

@@ -4,7 +4,7 @@ from firstlight.engine.model.config import Config
 from firstlight.engine.model.families import bailing_moe_v2, deepseek_v3
 from firstlight.engine.model.families.common import ATTENTION, QK_NORM, decoder, gqa, mlp, rms, rope, silent_rope
 from firstlight.engine.model.families.deepseek_v3 import MLA_RULES, experts, extra_layers, with_extra_layers
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.spec import ModelSpec
 
@@ -38,21 +38,20 @@ def spec(config: Config) -> ModelSpec:
 
 
 RULES = bailing_moe_v2.RULES + ATTENTION + QK_NORM + MLA_RULES
-SILENT: Silent = {
-    "sarvam_moe": {"num_key_value_heads": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "sarvam_mla": {
-        "q_lora_rank": None,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-    },
-}
 FAMILY = Family(
     name="sarvam",
     model_types=tuple(READINGS),
     spec=spec,
     rules=RULES,
-    silent=SILENT,
+    silent={
+        "sarvam_moe": {"num_key_value_heads": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        "sarvam_mla": {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+        },
+    },
     left_out=extra_layers,
     classes={"sarvam_moe": "Glm4MoeForCausalLM", "sarvam_mla": "DeepseekV3ForCausalLM"},
 )

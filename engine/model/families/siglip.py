@@ -1,5 +1,6 @@
 """SigLIP's tower where it is one of many: Gemma 3 (one size), Idefics3 and SmolVLM (any part of a tile is picture)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from firstlight.engine.model.config import Config
@@ -16,7 +17,7 @@ from firstlight.engine.model.rules import WeightRule, ignored
 from firstlight.engine.model.spec import Chain, PatchTower
 
 
-def siglip(config: Config, defaults: dict[str, int], chain: Chain, **fields: Any) -> PatchTower:
+def siglip(config: Config, defaults: Mapping[str, int], chain: Chain, **fields: Any) -> PatchTower:
     """The tower of `vision_config`; `defaults` are its sizes where the file is silent."""
     hidden = count(config, "hidden_size", defaults["hidden_size"])
     heads = heads_of(config, hidden, count(config, "num_attention_heads", defaults["num_attention_heads"]))

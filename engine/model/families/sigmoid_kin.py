@@ -5,7 +5,7 @@ Each row of `KIN` is a model type.
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.common import in_layers, layer_windows
-from firstlight.engine.model.families.family import Family, Silent
+from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import sparse_layers
 from firstlight.engine.model.families.sigmoid_common import RULES, Kin, sigmoid_decoder
 from firstlight.engine.model.rules import WeightRule
@@ -69,12 +69,18 @@ def names(config: Config) -> tuple[WeightRule, ...]:
     return in_layers({"post_attention_layernorm": behind_attention})
 
 
-SILENT: Silent = {
-    "afmoe": {"num_shared_experts": 2},
-    "dots1": {"norm_topk_prob": False},
-    "exaone_moe": {"num_shared_experts": 1, "routed_scaling_factor": 2.5},
-    "hy_v3": {"num_key_value_heads": 8, "num_shared_experts": 1, "router_scaling_factor": 2.826},
-    "kolibri1": {"num_key_value_heads": 4, "shared_expert_intermediate_size": 512},
-    "solar_open": {"num_key_value_heads": 8, "n_shared_experts": 1},
-}
-FAMILY = Family(name="sigmoid_kin", model_types=tuple(KIN), spec=spec, rules=RULES, silent=SILENT, left_out=names)
+FAMILY = Family(
+    name="sigmoid_kin",
+    model_types=tuple(KIN),
+    spec=spec,
+    rules=RULES,
+    silent={
+        "afmoe": {"num_shared_experts": 2},
+        "dots1": {"norm_topk_prob": False},
+        "exaone_moe": {"num_shared_experts": 1, "routed_scaling_factor": 2.5},
+        "hy_v3": {"num_key_value_heads": 8, "num_shared_experts": 1, "router_scaling_factor": 2.826},
+        "kolibri1": {"num_key_value_heads": 4, "shared_expert_intermediate_size": 512},
+        "solar_open": {"num_key_value_heads": 8, "n_shared_experts": 1},
+    },
+    left_out=names,
+)
