@@ -48,9 +48,6 @@ def runbook(
     `values` are parameters of the notebook; one it does not have is `Refused`. `go_on`: rungs go on above one that
     failed. `listener` gets what the rungs tell while they work. An earlier runbook of the run is kept under a number.
     """
-    import papermill
-    from papermill.exceptions import PapermillExecutionError
-
     progress = progress or Progress("runbook")
     source, target = Path(notebook), run.directory / "runbook.ipynb"
     parameters = {"CHECKPOINT": checkpoint, "RUN": str(run.directory.resolve()), "STOP": not go_on}
@@ -59,25 +56,9 @@ def runbook(
     draft = Draft("runbook", f"{source.name}, {run.record.model}")
     run.close()  # the notebook's kernel writes it
     before = len(run.record.rungs)
-    broken = ""
     with _Following(run, listener):
         progress("execute", 0, None)
-        try:
-            papermill.execute_notebook(
-                _literally(source),
-                _literally(target),
-                parameters=parameters,
-                kernel_name="python3",
-                progress_bar=False,
-                log_output=False,
-                cwd=str(Path.cwd()),
-                config=_encrypted(),
-                extra_arguments=["--log-level=CRITICAL"],  # a kernel that is stopped in the middle complains of it
-            )
-        except PapermillExecutionError as error:
-            broken = f"cell {error.exec_count}: {error.ename}: {error.evalue}"
-        except RuntimeError as error:  # the kernel's process has ended, or never began
-            broken = f"the notebook's kernel ended by itself: {error}"
+        broken = _execute(source, target, parameters)
     run = Run.attach(run.directory)
     _judge(draft, run.record.rungs[before:], broken, target)
     last = latest(run.reports())
@@ -91,6 +72,30 @@ def runbook(
     draft.metric("notebook", str(target), "")
     draft.metric("page", str(run.directory / "runbook.html"), "", f"{len(page.encode()):,} bytes, opens offline")
     return draft.close()
+
+
+def _execute(source: Path, target: Path, parameters: Mapping[str, Any]) -> str:
+    """Executes the notebook `source` into `target`; returns at what it broke off, or nothing."""
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    try:
+        papermill.execute_notebook(
+            _literally(source),
+            _literally(target),
+            parameters=dict(parameters),
+            kernel_name="python3",
+            progress_bar=False,
+            log_output=False,
+            cwd=str(Path.cwd()),
+            config=_encrypted(),
+            extra_arguments=["--log-level=CRITICAL"],  # a kernel that is stopped in the middle complains of it
+        )
+    except PapermillExecutionError as error:
+        return f"cell {error.exec_count}: {error.ename}: {error.evalue}"
+    except RuntimeError as error:  # the kernel's process has ended, or never began
+        return f"the notebook's kernel ended by itself: {error}"
+    return ""
 
 
 def _nothing_of(run: Run) -> dict[str, Any]:

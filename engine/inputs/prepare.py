@@ -74,6 +74,16 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **self.type_ids, **images}
 
 
+class _Filled(msgspec.Struct, frozen=True, eq=False):
+    """A prompt whose placeholders are written out, `counts` of them a picture, and the tensors of its pictures."""
+
+    text: str
+    tensors: Mapping[str, NDArray[Any]] = {}
+    counts: tuple[int, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
 class Processor:
     """What a checkpoint's directory says about its inputs, read once and used for any number of prompts.
 
@@ -163,25 +173,9 @@ class Processor:
         findings: list[Finding],
         template_file: Path | None = None,
     ) -> Prepared:
-        findings = [*self.tokenizer.findings, *findings]
-        tensors: Mapping[str, NDArray[Any]] = {}
-        counts: tuple[int, ...] = ()
-        constants: tuple[Constant, ...] = ()
-        expanded = text
-        if pictures or self._has_placeholder(text):
-            self._check_placeholders(text, len(pictures))
-            tensors = self.image_processor.process(pictures)
-            written = self.expansion.write(tensors, self.image_processor.constants)
-            counts = tuple(part.count(self.expansion.fill) for part in written)
-            self._check_counts(pictures, counts)
-            expanded = _expand(text, self.expansion.token, written)
-            tensors = {name: array for name, array in tensors.items() if name not in self.expansion.hidden}
-            constants = (*self.image_processor.constants.constants, *self.expansion.constants)
-            findings += [*self.image_processor.constants.findings, *self._colour_findings(pictures)]
-        elif self.class_name is not None and not self._is_known():
-            findings.append(self._unknown_class())
-        ids = self.tokenizer.encode(expanded, add_special_tokens)
-        spans = self._spans(ids, counts) if counts else ()
+        filled = self._filled(text, pictures)
+        ids = self.tokenizer.encode(filled.text, add_special_tokens)
+        spans = self._spans(ids, filled.counts) if filled.counts else ()
         if not ids:
             raise Refused(
                 fatal(
@@ -198,21 +192,39 @@ class Processor:
             chat_template_file=str(template_file) if template_file else None,
             processor_class=self.class_name,
             image_processor_class=self.image_processor.constants.class_name if pictures else None,
-            constants=constants,
+            constants=filled.constants,
             pictures=tuple(picture.record for picture in pictures),
-            tokens_per_picture=counts,
-            findings=tuple(findings),
+            tokens_per_picture=filled.counts,
+            findings=(*self.tokenizer.findings, *findings, *filled.findings),
         )
         ids_1T = np.array([ids], dtype=np.int64)
         return Prepared(
             input_ids=ids_1T,
             attention_mask=np.ones_like(ids_1T),
-            tensors=tensors,
+            tensors=filled.tensors,
             picture_spans=spans,
             text=text,
             record=record,
             type_ids=self._type_ids(ids_1T),
             tags=self.image_processor.constants.kind.tags if pictures else {},
+        )
+
+    def _filled(self, text: str, pictures: Sequence[Picture]) -> _Filled:
+        """The text with its placeholders written out, and the pictures as tensors; neither without a placeholder."""
+        if not pictures and not self._has_placeholder(text):
+            is_unknown = self.class_name is not None and not self._is_known()
+            return _Filled(text, findings=(self._unknown_class(),) if is_unknown else ())
+        self._check_placeholders(text, len(pictures))
+        tensors = self.image_processor.process(pictures)
+        written = self.expansion.write(tensors, self.image_processor.constants)
+        counts = tuple(part.count(self.expansion.fill) for part in written)
+        self._check_counts(pictures, counts)
+        return _Filled(
+            text=_expand(text, self.expansion.token, written),
+            tensors={name: array for name, array in tensors.items() if name not in self.expansion.hidden},
+            counts=counts,
+            constants=(*self.image_processor.constants.constants, *self.expansion.constants),
+            findings=(*self.image_processor.constants.findings, *self._colour_findings(pictures)),
         )
 
     def _type_ids(self, ids_1T: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:

@@ -100,14 +100,7 @@ def bring_up(
     )
     pulse.enter("build")
     choices = Choices(ops, settings.cache_dir)
-    choices.recall()
-    model = Model(spec, weights, ops)
-    if meet is not None:
-        pulse.enter("meet")
-        meet()
-    if choices.agree(comms.control):
-        model = Model(spec, weights, ops)
-    choices.keep()
+    model = _built(spec, weights, ops, choices, comms, pulse, meet)
     pulse.enter("cache")
     specs, heads, kept = model.cache_specs, options.mesh.size(HEADS), TORCH_DTYPES[dtype]
     limits = limits_of(options, context, device.type, most_pages(options, specs, device, kept, comms))
@@ -143,6 +136,27 @@ def _opened(options: EngineOptions, comms: Comms, local_ranks: int) -> tuple[Che
     spec, matcher = FAMILIES.describe(checkpoint.config)
     refuse_impossible(spec, options.mesh, options.expert_exchange)
     return checkpoint, spec, matcher
+
+
+def _built(
+    spec: ModelSpec,
+    weights: Weights,
+    ops: Choice,
+    choices: Choices,
+    comms: Comms,
+    pulse: Pulse,
+    meet: Callable[[], None] | None,
+) -> Model:
+    """The model, with operators that every rank chose alike: it is built again where they did not at first."""
+    choices.recall()
+    model = Model(spec, weights, ops)
+    if meet is not None:
+        pulse.enter("meet")
+        meet()
+    if choices.agree(comms.control):
+        model = Model(spec, weights, ops)
+    choices.keep()
+    return model
 
 
 def _bring_up_foreign(
