@@ -134,7 +134,8 @@ def compile_library(path: Path, *flags: str) -> None:
     compiler, runtime = library.find_compiler(), openmp_runtime()
     assert compiler is not None
     assert runtime is not None
-    with library.made_at_once(path) as made:
+
+    def build(made: Path) -> None:
         sources = sorted(KERNELS.glob("*/native.cpp"))
         objects = [f"{made.parent}/{source.parent.name}.o" for source in sources]
         compile_one = [compiler, *FLAGS, _target(), *flags, "-c"]
@@ -143,3 +144,5 @@ def compile_library(path: Path, *flags: str) -> None:
         )
         # Linked without -fopenmp, against the runtime that is loaded: its threads are torch's.
         library.run_together([[compiler, "-shared", *objects, str(runtime), "-o", str(made)]])
+
+    library.make_once(path, build)

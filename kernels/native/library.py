@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 COMPILERS = ("g++", "clang++", "c++")
+WHILE_THE_PIPE_IS_OPEN = """exec 3<&0
+"$@" </dev/null 3<&- & made=$!
+{ read -r _ <&3; kill -KILL -$$; } >/dev/null 2>&1 & watch=$!
+wait $made; status=$?
+kill $watch
+exit $status
+"""
 
 
 class BuildError(RuntimeError):
@@ -36,26 +45,62 @@ def digest(sources: Iterable[Path], *words: str) -> str:
     return found.hexdigest()[:16]
 
 
-@contextmanager
-def made_at_once(path: Path) -> Iterator[Path]:
-    """A file to write in a folder of its own, which is moved to `path` when it is whole.
+def make_once(path: Path, build: Callable[[Path], None]) -> None:
+    """Have `build` write a file in a folder of its own, which is moved to `path` when it is whole.
 
-    Processes that make the same library together do no harm to each other. Raises `OSError`.
+    Of the processes that want the same library one makes it and the others wait for it; whoever was killed over it
+    leaves a folder to the next. Raises `OSError`, and what `build` raises.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        yield made
-        made.replace(path)
+    scratch = path.with_name(path.name + ".making")
+    with _alone_in(scratch):
+        if not path.exists():
+            for left in scratch.iterdir():
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=scratch) as own:
+                made = Path(own) / path.name
+                build(made)
+                made.replace(path)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """A folder that one process or thread at a time has, and that goes when it is done."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                try:
+                    yield
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
+        finally:
+            os.close(descriptor)
 
 
 def run_together(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands side by side; the first that fails is a `BuildError` with what it said. Raises `OSError`."""
-    started = [
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for command in commands
-    ]
-    said = [process.communicate()[1] for process in started]
+    """Run commands side by side; the first that fails is a `BuildError` with what it said. Raises `OSError`.
+
+    However this process ends, they end with it, and what they started: a shell beside each waits for the end of a pipe.
+    """
+    reading, writing = os.pipe()
+    try:
+        started = [
+            subprocess.Popen(
+                ["/bin/sh", "-c", WHILE_THE_PIPE_IS_OPEN, "sh", *command],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            for command in commands
+        ]
+        said = [process.communicate()[1] for process in started]
+    finally:
+        os.close(writing)
+        os.close(reading)
     for command, process, words in zip(commands, started, said, strict=True):
         if process.returncode != 0:
             raise BuildError(f"{' '.join(command)}\n{words.decode(errors='replace')}")

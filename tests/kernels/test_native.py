@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 from firstlight.kernels.native import build, library
 from firstlight.kernels.registry import choose
+from tests.waiting import gone, until
 
 pytestmark = pytest.mark.skipif(not build.available()[0], reason=build.available()[1])
 
@@ -71,3 +75,36 @@ def test_a_cpu_without_bfloat16_dot_products_gets_the_same_product_to_rounding(t
         )  # fmt: skip
         true = torch.nn.functional.linear(x_TH.double(), weight_FH.double(), bias_F.double())
         torch.testing.assert_close(y_TF.double(), true, atol=1e-2, rtol=8e-3)
+
+
+def test_what_is_being_compiled_ends_with_whoever_is_killed(tmp_path: Path) -> None:
+    """A compiler's driver has processes of its own: they end too, however little time there was."""
+    started = tmp_path / "started"
+    command = f"sleep 3600 & echo $! > {started}.new; mv {started}.new {started}; wait"
+    words = f"from firstlight.kernels.native.library import run_together; run_together([['sh', '-c', {command!r}]])"
+    owner = subprocess.Popen([sys.executable, "-c", words])
+    until(started.exists, "the command runs")
+    owner.kill()
+    owner.wait()
+    gone([int(started.read_text())], "the compiler goes on")
+
+
+def test_a_library_is_made_once_and_what_was_left_of_it_goes(tmp_path: Path) -> None:
+    """Whoever waited for the other finds it made; nothing stays beside it."""
+    path = tmp_path / "cache" / "one.so"
+    left = path.with_name("one.so.making") / "of-somebody-killed"
+    left.mkdir(parents=True)
+    made: list[Path] = []
+
+    def build(file: Path) -> None:
+        made.append(file)
+        file.write_text("made")
+
+    threads = [threading.Thread(target=library.make_once, args=(path, build)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert path.read_text() == "made"
+    assert list(path.parent.iterdir()) == [path]

@@ -92,8 +92,8 @@ def _build(path: Path) -> None:
     compiler = library.find_compiler()
     if compiler is None:
         raise library.BuildError(f"no C++ compiler (looked for {', '.join(library.COMPILERS)})")
-    with library.made_at_once(path) as made:
-        library.run_together([[compiler, *FLAGS, str(SOURCE), "-o", str(made)]])
+    words = [compiler, *FLAGS, str(SOURCE), "-o"]
+    library.make_once(path, lambda made: library.run_together([[*words, str(made)]]))
 
 
 def _address(target: memoryview) -> int:
