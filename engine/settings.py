@@ -6,6 +6,7 @@ Nothing is read at import; call the functions. No torch.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,6 +90,16 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
     )
+
+
+def bad_endpoints() -> dict[str, str]:
+    """Variables that name the server of an object store and hold no address; its library would end this process."""
+    names = [f"{who}ENDPOINT{url}" for who in ("AWS_", "AZURE_", "AZURE_STORAGE_") for url in ("", "_URL", "_URL_S3")]
+    return {
+        name: value
+        for name in names
+        if (value := os.environ.get(name)) and not re.fullmatch(r"https?://[\w.:\[\]-]+(/\S*)?", value)
+    }
 
 
 def talk_over(interface: str) -> None:

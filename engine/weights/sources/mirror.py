@@ -195,7 +195,8 @@ def _checked(url: str) -> str:
                 next="correct the address",
             )
         )
-    if parts.username or parts.password or parts.query or parts.fragment:
+    is_container = parts.scheme in ("abfs", "abfss") and not parts.password  # abfs://CONTAINER@ACCOUNT...
+    if (parts.username and not is_container) or parts.password or parts.query or parts.fragment:
         raise Refused(
             fatal(
                 "usage",

@@ -10,6 +10,7 @@ from typing import Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.settings import bad_endpoints
 from firstlight.engine.weights.sources.base import (
     FileStat,
     ReadShape,
@@ -23,6 +24,11 @@ from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, 
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 OBJECT_SHAPE = ReadShape(chunk_bytes=16 << 20, smallest_bytes=8 << 20, gap_bytes=256 << 10, in_flight=16)
+CREDENTIALS = (
+    (("s3", "s3a"), "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the machine's role; AWS_SKIP_SIGNATURE=true: none"),
+    (("gs",), "GOOGLE_APPLICATION_CREDENTIALS or the machine's account; GOOGLE_SKIP_SIGNATURE=true: none"),
+    (SCHEMES, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or _TOKEN; AZURE_SKIP_SIGNATURE=true: none"),
+)  # by scheme, where the library looks for them
 PART_BYTES = 1 << 20  # what is taken from an answer at a time
 
 
@@ -37,6 +43,16 @@ class ObjectStore:
         self.retry = retry or Retry()
         self._pinned = dict(pinned or {})
         self._library = library()
+        for name, value in bad_endpoints().items():
+            raise Refused(
+                fatal(
+                    "usage",
+                    f"the environment variable {name} holds no address",
+                    expected="https://HOST",
+                    found=value,
+                    next=f"correct or unset {name}",
+                )
+            )
         try:
             self.store = self._library.store.from_url(
                 self.url,
@@ -100,11 +116,15 @@ class ObjectStore:
         except (errors.BaseError, OSError) as error:
             raise Interrupted(_first_line(error)) from error
 
+    def _where(self) -> str:
+        """Where the library looks for credentials of this provider, and how it is told that none are needed."""
+        scheme = self.url.partition("://")[0]
+        found = next((words for schemes, words in CREDENTIALS if scheme in schemes), None)
+        return found or "the environment, as the provider's tools say"
+
     def _refused(self, file: str, error: Exception) -> Refused:
         text = _first_line(error)
-        way = (
-            "check address, credentials and network; credentials come from the environment, as the provider's tools say"
-        )
+        way = f"check address, credentials and network; credentials come from {self._where()}"
         if "builder error" in text or "URL scheme is not allowed" in text:
             way = "the endpoint speaks plain HTTP: set AWS_ALLOW_HTTP=true if that is meant"
         return Refused(

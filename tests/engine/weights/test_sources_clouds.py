@@ -11,6 +11,7 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.readers import read_pieces
+from firstlight.engine.weights.sources.mirror import _checked as checked
 from firstlight.engine.weights.sources.mirror import mirror
 from firstlight.engine.weights.sources.objects import ObjectStore, _etag
 from firstlight.engine.weights.sources.retry import Retry
@@ -86,6 +87,36 @@ def test_no_bucket_is_refused(cloud: Store) -> None:
     with pytest.raises(Refused) as caught:
         ObjectStore(cloud.url("x", bucket="no-such-bucket"), retry=QUICK).names()
     assert caught.value.findings[0].code == "read-failed"
+
+
+@pytest.mark.parametrize(
+    ("url", "variable"),
+    [
+        ("gs://bucket/model", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://container/model", "AZURE_STORAGE_ACCOUNT_NAME"),
+        ("s3://bucket/model", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_what_is_missing_in_the_environment_is_named(
+    url: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "no address")
+    if not url.startswith("s3"):
+        monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
+    with pytest.raises(Refused) as caught:
+        ObjectStore(url, retry=QUICK)
+    assert variable in str(caught.value.findings[0].next)
+
+
+def test_a_container_of_azure_is_no_credential() -> None:
+    """abfss://CONTAINER@ACCOUNT is how its own tools write it; a password is one."""
+    store = ObjectStore("abfss://models@account.dfs.core.windows.net/tiny", retry=QUICK)
+    assert store.address("config.json") == "abfss://models@account.dfs.core.windows.net/tiny/config.json"
+    assert checked(store.url) == store.url
+    with pytest.raises(Refused, match="credentials"):
+        checked("abfss://models:secret@account.dfs.core.windows.net/tiny")
 
 
 def test_a_checkpoint_in_a_bucket_is_that_of_the_directory(cloud: Store, tmp_path: Path) -> None:
