@@ -223,7 +223,8 @@ def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Findin
         mine = tuple(name for name in names if lost[name] == file)
         yield fatal(
             "missing-tensor",
-            f"{len(mine):,} parameters have no source, since {file} is not there or cannot be read",
+            f"{len(mine):,} {'parameter has' if len(mine) == 1 else 'parameters have'} no source, since {file} is not "
+            "there or cannot be read",
             file=file,
             tensors=mine,
             expected=f"{len(mine):,} filled",

@@ -293,7 +293,8 @@ def against_headers(
     if unlisted:
         yield warning(
             "unlisted-tensor",
-            f"{len(unlisted):,} tensors are present in shards but unlisted in the index; headers are the truth",
+            f"{len(unlisted):,} {'tensor is' if len(unlisted) == 1 else 'tensors are'} present in shards but unlisted "
+            "in the index; headers are the truth",
             file=INDEX,
             tensors=unlisted,
             expected="every tensor listed",

@@ -427,3 +427,11 @@ def test_a_host_that_cannot_start_says_so(tmp_path: Path) -> None:
     ):
         host.wait_ready(READY_S)
     assert "not a checkpoint directory" in str(caught.value)
+
+
+def test_a_handle_that_no_host_wrote_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "host.json").write_text('{"status": "ready"}')
+    with pytest.raises(Refused, match="handle of an engine host cannot be read"):
+        Host.attach(tmp_path)
+    with pytest.raises(Refused, match="no engine host was started here"):
+        Host.attach(tmp_path / "host.json" / "inner")
