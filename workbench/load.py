@@ -89,6 +89,7 @@ def load(
     hashed: list[dict[str, Any]] = []
     keep, why = kept_roles(packed, "cpu" if _is_cpu(device) else _device(device).type)
     held: dict[tuple[str, str], list[int]] = {}
+    unpacked: dict[tuple[str, str, str], int] = {}
     for rank in range(mesh.world_size):
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep)
         progress(_phase("reserve memory", rank, mesh.world_size))
@@ -100,6 +101,7 @@ def load(
         layers += listen.rows
         _add_roles(roles, pieces, weights)
         _add_packed(held, pieces)
+        _add_unpacked(unpacked, pieces)
         if hashes:
             hashed += hash_rows(pieces, weights)
         origin = weights.origin
@@ -108,6 +110,7 @@ def load(
     _ranks(draft, rows, run_dtype)
     _memory(draft, rows, roles)
     _packed(draft, ledger, held, why)
+    _unpacked(draft, unpacked)
     rate = _against_limit(draft, rows, checkpoint, origin, threads or checkpoint.source.shape.in_flight, limit)
     draft.table("by_layer", (_with_rate(row, rate, _is_held(rows)) for row in layers))
     if hashes:
@@ -333,6 +336,29 @@ def _packed(draft: Draft, ledger: Ledger, held: Mapping[tuple[str, str], list[in
             for (role, form), (packed, unpacked) in held.items()
         ),
     )
+
+
+def _add_unpacked(unpacked: dict[tuple[str, str, str], int], pieces: RankPieces) -> None:
+    """Of weights that are stored packed and do not stay so, by role, format and reason: bytes that they take now."""
+    roles = {storage.name: storage.role for storage in pieces.storages}
+    for piece in pieces.pieces:
+        why = pieces.unpacked.get(piece.param)
+        if why is not None and piece.packed is not None:
+            key = (roles[piece.storage], piece.packed.format.describe(), why)
+            nbytes = math.prod(piece.shape) * DTYPE_BITS[pieces.dtype] // 8
+            unpacked[key] = unpacked.get(key, 0) + nbytes
+
+
+def _unpacked(draft: Draft, unpacked: Mapping[tuple[str, str, str], int]) -> None:
+    """What does not stay packed, and why; nothing where all does."""
+    if unpacked:
+        draft.table(
+            "unpacked",
+            (
+                {"role": role, "form": form, "resident_bytes": nbytes, "why": why}
+                for (role, form, why), nbytes in unpacked.items()
+            ),
+        )
 
 
 def _memory(draft: Draft, rows: list[dict[str, Any]], roles: dict[str, list[int]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Mapping
 from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.parallel.census import census_by
-from firstlight.engine.parallel.kept import Share, fit, kept_roles, together
+from firstlight.engine.parallel.kept import Share, kept_roles, together, unfit
 from firstlight.engine.parallel.layouts import Layouts, fullest
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
@@ -86,11 +86,11 @@ def _fits(stored: StoredFormat, group: list[tuple[Param, Local]]) -> bool:
     shares = []
     for param, local in group:
         format_ = stored.format_of(param)
-        if format_ is None or format_.swapped:
+        if format_ is None or format_.hindrance(format_.parts[0].dtypes[0]):
             return False
         rows, columns = local.bounds
         shares.append(Share(format_, format_.parts[0].dtypes[0], rows, columns, (param.shape[0], param.shape[1])))
-    return fit(shares)
+    return not unfit(shares)
 
 
 def resident_finding(

@@ -23,6 +23,8 @@ SCALE = "_scale"  # what the names of scales end with, behind that of the weight
 SCALES = frozenset(("F32", "BF16", "F16", "U8", "F8_E8M0"))
 # Weights that are read by products alone, by the last part of their name; what a block reads otherwise is unpacked.
 PRODUCTS = frozenset(("qkv", "o", "q", "q_a", "q_b", "kv", "kv_a", "g", "gate", "up", "gate_up", "down", "in", "o_b"))
+ROLES = frozenset(("expert", "attention", "mlp"))  # of weights that may stay packed
+UNWANTED = "as it is chosen for this device, or asked for (--packed)"
 Wish = Literal["auto", "always", "never"]
 WISHES: tuple[Wish, ...] = ("auto", "always", "never")
 Residency = Literal["resident", "streamed", "experts"]  # which weights are in memory when: engine/weights/residency.py
@@ -62,28 +64,39 @@ def kept_roles(wish: Wish, device_type: str) -> tuple[frozenset[str], str]:
     if wish == "never":
         return frozenset(), "everything is unpacked when it is read, as asked for"
     if wish == "always":
-        return frozenset(
-            ("expert", "attention", "mlp")
-        ), "whatever an operator can multiply by stays packed, as asked for"
+        return ROLES, "whatever an operator can multiply by stays packed, as asked for"
     if device_type == "cpu":
         return frozenset(("expert",)), "experts stay packed; linear layers are unpacked, which CPUs multiply by faster"
-    return frozenset(("expert", "attention", "mlp")), "whatever an operator can multiply by stays packed"
+    return ROLES, "whatever an operator can multiply by stays packed"
 
 
 def kept_packed(
     held: Sequence[tuple[Param, Local]], ledger: Ledger, roles: Collection[str]
-) -> dict[str, tuple[Kept, ...]]:
-    """By name of the parameters that stay packed, the codes and scales that take their place.
+) -> tuple[dict[str, tuple[Kept, ...]], dict[str, str]]:
+    """By name of the parameters that stay packed, the codes and scales that take their place; of others of these
+    roles, what keeps them from it.
 
     Parameters that share an allocation, and all experts of a layer, are kept together or not at all: one operator
     multiplies by all of them.
     """
     found: dict[str, tuple[Kept, ...]] = {}
+    hindered: dict[str, str] = {}
     for homes in together(held, roles):
-        if all(_is_kept(group, ledger) for group in homes.values()):
-            for param, local in (one for group in homes.values() for one in group):
+        words = {home: _hindrance(group, ledger) for home, group in homes.items()}
+        first = next(filter(None, words.values()), "")
+        for home, param, local in ((home, *one) for home, group in homes.items() for one in group):
+            if first:
+                hindered[param.name] = words[home] or f"kept as what it is multiplied with is: {first}"
+            else:
                 found[param.name] = tuple(_parts(param, local, ledger))
-    return found
+    return found, hindered
+
+
+def why_of_role(param: Param, roles: Collection[str]) -> str:
+    """Why a weight does not stay packed, whatever its format is."""
+    if param.role not in ROLES:
+        return "only experts, attention and dense layers are multiplied by as they are stored"
+    return UNWANTED if param.role not in roles else "more than a product reads it"
 
 
 def together(
@@ -103,24 +116,29 @@ def _is_of_product(param: Param) -> bool:
     return parts[-1] == "weight" and len(parts) > 1 and parts[-2] in PRODUCTS
 
 
-def _is_kept(group: Sequence[tuple[Param, Local]], ledger: Ledger) -> bool:
-    """Whether the parameters of one home can stay packed in it, one behind the other."""
+def _hindrance(group: Sequence[tuple[Param, Local]], ledger: Ledger) -> str:
+    """What keeps the parameters of one home from staying packed in it, one behind the other; empty: nothing."""
     by_expert: dict[int | None, list[Share]] = {}
     scales = set()
     for param, local in group:
+        packed = ledger.sources[param.name].packed
+        if packed is None:
+            return "a weight that shares its memory is stored plain"
+        if words := packed.format.hindrance(packed.tensors[0].dtype):
+            return words
         share = _share(ledger.sources[param.name], local)
         if share is None:
-            return False
-        packed = ledger.sources[param.name].packed
-        assert packed is not None
+            return "it is stored transposed, or in turns with others"
         scales.add(packed.tensors[1].dtype)
         by_expert.setdefault(param.expert, []).append(share)
-    return len(scales) == 1 and scales <= SCALES and all(map(fit, by_expert.values()))
+    if len(scales) > 1 or not scales <= SCALES:
+        return f"no operator takes scales in {' beside '.join(sorted(scales))}"
+    return next((words for words in map(unfit, by_expert.values()) if words), "")
 
 
 def _share(source: Source, local: Local) -> Share | None:
     """What a rank reads of a packed weight; None where it is not a run of rows and columns of it."""
-    if source.packed is None or source.transpose or source.packed.format.swapped:
+    if source.packed is None or source.transpose:
         return None
     *_, rows, columns = source.cut(local.bounds)
     whole = tuple(stop - start for start, stop in local.bounds)
@@ -130,23 +148,29 @@ def _share(source: Source, local: Local) -> Share | None:
     return Share(packed.format, packed.tensors[0].dtype, rows[:2], columns[:2], (packed.shape[-2], packed.shape[-1]))
 
 
-def fit(shares: Sequence[Share]) -> bool:
-    """Whether shares of weights can lie one behind the other, codes and scales: all in one form, cut between blocks."""
+def unfit(shares: Sequence[Share]) -> str:
+    """What keeps shares of weights from lying one behind the other, codes and scales; empty where nothing does.
+
+    All must be in one form, and cut between blocks.
+    """
     forms = {(share.format.packing(share.codes), share.codes) for share in shares}
     packing = next(iter(forms))[0]
-    if len(forms) > 1 or packing is None or (packing.block[0] == WHOLE and len(shares) > 1):
-        return False
+    if len(forms) > 1 or packing is None:
+        return "weights that share its memory are stored in other ways"
+    if packing.block[0] == WHOLE and len(shares) > 1:
+        return "weights that share its memory have one scale each"
+    cut = "a share, or what lies behind it in memory, begins or ends inside a block"
     for index, share in enumerate(shares):
         start, stop = share.rows
         unit = _unit(share.format, ROWS)
         if start % unit or ((stop - start) % unit and index + 1 < len(shares)):
-            return False
+            return cut
         if stop % unit and stop != share.shape[0]:
-            return False
+            return cut
         unit, (start, stop) = _unit(share.format, COLUMNS), share.columns
         if start % unit or (stop % unit and stop != share.shape[1]):
-            return False
-    return True
+            return cut
+    return ""
 
 
 def _unit(format_: Format, dim: int) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param
 from firstlight.engine.parallel.census import census
-from firstlight.engine.parallel.kept import Kept, kept_packed
+from firstlight.engine.parallel.kept import Kept, kept_packed, why_of_role
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.weights.formats.grid import Packed, Packing
@@ -55,7 +55,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
     """All storages of a rank in forward order and, with a ledger, the pieces that fill them.
 
-    `packings`: storages that hold codes of weights that stay packed -> how operators multiply by them.
+    `packings`: storages that hold codes of weights that stay packed -> how operators multiply by them. `unpacked`:
+    parameters that are stored packed and do not stay so -> why.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
     tied_head: bool
     dtype: str  # of the run: what storages have unless the architecture pins another
     packings: Mapping[str, Packing] = {}
+    unpacked: Mapping[str, str] = {}
 
     @property
     def nbytes(self) -> int:
@@ -140,10 +142,11 @@ def rank_pieces(
     cut = stages(spec, mesh.pp)[at.pp]
     tied = _is_tied(spec, ledger)
     held = [one for one in _held(spec, mesh, at, cut) if one[0].name != "head.weight" or not tied or cut[0] != 0]
-    kept = kept_packed(held, ledger, keep_packed) if ledger is not None and keep_packed else {}
+    kept, hindered = kept_packed(held, ledger, keep_packed) if ledger is not None and keep_packed else ({}, {})
     laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
     storages, offsets = _storages(laid_out, dtype)
     pieces: list[Piece] = []
+    unpacked: dict[str, str] = {}
     filled = held if ledger is not None else []
     sources = ledger.sources_of([param.name for param, _ in filled]) if ledger is not None else []
     cut_of = cache(region_of)  # most are cut like many others
@@ -151,6 +154,8 @@ def rank_pieces(
         if param.name in kept:
             pieces += (_kept_piece(one, mesh, offsets[one.param.name]) for one in kept[param.name])
         else:
+            if source.packed is not None:
+                unpacked[param.name] = hindered.get(param.name) or why_of_role(param, keep_packed)
             region = cut_of(source.region, source.transpose, local.bounds)
             pieces.append(_piece(param, local, mesh, offsets[param.name], source, region))
     return RankPieces(
@@ -162,6 +167,7 @@ def rank_pieces(
         tied_head=tied and cut == (0, spec.num_layers),
         dtype=dtype,
         packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.packing is not None},
+        unpacked=unpacked,
     )
 
 

@@ -44,6 +44,9 @@ class Awq(Format, frozen=True, kw_only=True):
         )
         return scaled(shifted(values, zero, turned, block), stored["scale"].float(), turned, block).mT
 
+    def hindrance(self, codes: str) -> str:
+        return "words hold codes of several outputs in an order of their own, and each group has a zero point"
+
     def describe(self) -> str:
         return f"{self.label}, " + (f"groups of {self.group}" if self.group else "a scale per row")
 

@@ -77,6 +77,11 @@ class Fp8(Format, frozen=True, kw_only=True):
         is_kept = is_grid and codes in KINDS and not self.inverse
         return Packing(KINDS[codes], self.block) if is_kept else None
 
+    def hindrance(self, codes: str) -> str:
+        if self.packing(codes) is not None or codes not in KINDS:
+            return super().hindrance(codes)
+        return "codes are divided by scales" if self.inverse else "scales are not stored as [rows, columns]"
+
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import divided, fp8, scale32, scaled
 

@@ -86,6 +86,9 @@ class Gptq(Format, frozen=True, kw_only=True):
             return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}"
         return group_problem(stored, self.parts[1].shape(shape)[-2])
 
+    def hindrance(self, codes: str) -> str:
+        return "words hold codes of several inputs, and each group has a zero point"
+
     def describe(self) -> str:
         group = f"groups of {self.group}" if self.group else "a scale per row"
         return f"{self.label}{self.bits}, {group}" + (", g_idx" if self.ordered else "")

@@ -136,6 +136,10 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         """
         return None
 
+    def hindrance(self, codes: str) -> str:
+        """What keeps operators from multiplying by codes of this dtype as they lie; empty where nothing does."""
+        return "" if self.packing(codes) is not None else f"no operator multiplies by codes in {codes}"
+
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         """The numbers of `box`, float32, from the `bounds` of each part by role."""
         raise NotImplementedError

@@ -60,6 +60,11 @@ class Int8(Format, frozen=True, kw_only=True):
         is_grid = self.dims in (None, blocked(self.block))
         return Packing("int8", self.block) if is_grid and not self.zero_point else None
 
+    def hindrance(self, codes: str) -> str:
+        if self.packing(codes) is not None:
+            return ""
+        return "each block has a zero point" if self.zero_point else "scales are not stored as [rows, columns]"
+
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import scaled, shifted
 

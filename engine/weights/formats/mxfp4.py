@@ -73,5 +73,8 @@ class MxFp4Blocks(Format, frozen=True, kw_only=True):
         values = e2m1(stored["codes"]).mul_(e8m0(stored["scale"]).unsqueeze(-1))
         return span(values.flatten(-2), -1, box[COLUMNS], GROUP)
 
+    def hindrance(self, codes: str) -> str:
+        return "experts are stacked in blocks, as rules have them with inputs before outputs"
+
     def describe(self) -> str:
         return f"{self.label}, groups of {GROUP}"

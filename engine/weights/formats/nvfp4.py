@@ -47,5 +47,8 @@ class NvFp4(Format, frozen=True, kw_only=True):
         scales = scales / outer if self.divide else scales * outer
         return scaled(span(e2m1(stored["codes"]), -1, box[COLUMNS], 2), scales, box, (1, GROUP))
 
+    def hindrance(self, codes: str) -> str:
+        return "scales have a scale of their own"
+
     def describe(self) -> str:
         return f"{self.label}, groups of {GROUP}"

@@ -67,6 +67,14 @@ class PackedInt(Format, frozen=True, kw_only=True):
         is_plain = self.bits == 4 and not self.zero_point and not self.ordered
         return Packing("int4", (1, self.group)) if is_plain else None
 
+    def hindrance(self, codes: str) -> str:
+        found = (
+            (self.bits != 4, f"no operator multiplies by words of codes of {self.bits} bits"),
+            (self.zero_point, "each group has a zero point"),
+            (self.ordered, "inputs belong to groups in any order"),
+        )
+        return ", ".join(words for is_so, words in found if is_so)
+
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.parallel.kept import SCALE, kept_roles
+from firstlight.engine.parallel.kept import SCALE, UNWANTED, kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.options import EngineOptions
@@ -98,6 +98,41 @@ def test_a_share_that_cuts_a_block_is_unpacked(tp: int, is_kept: bool, checkpoin
     assert name in {storage.name for storage in held.storages}
     assert (name in held.packings) == is_kept
     assert any(storage.name == name + SCALE for storage in held.storages) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}, "several inputs"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}, "several outputs"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+         "scale of their own"),
+        (compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), "zero point"),
+        (compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), "zero point"),
+        ({"quant_method": "fp8"}, "one scale each"),
+    ],
+)  # fmt: skip
+def test_what_cannot_stay_packed_is_said_by_name(
+    form: Mapping[str, Any], words: str, checkpoint: Get, tmp_path: Path
+) -> None:
+    quantize(checkpoint("llama"), form, tmp_path / "packed", tmp_path / "plain")
+    found = load(tmp_path / "packed", packed="always", limit=False)
+    rows = found.tables["unpacked"]
+    assert {row["role"] for row in rows if words in row["why"]} == {"attention", "mlp"}, rows
+    sizes = {row["role"]: row["resident_bytes"] for row in found.tables["memory"]}
+    if not found.tables["packed"]:
+        for role in ("attention", "mlp"):
+            own = sum(row["resident_bytes"] for row in rows if row["role"] == role)
+            assert 0.9 * sizes[role] < own <= sizes[role], "all of it but norms and biases"
+
+
+def test_what_is_not_kept_by_choice_or_beside_another_is_said(checkpoint: Get, tmp_path: Path) -> None:
+    quantize(checkpoint("deepseek_v3"), FP8, tmp_path / "packed", tmp_path / "plain")
+    auto = {row["why"] for row in load(tmp_path / "packed", limit=False).tables["unpacked"]}
+    always = {row["why"] for row in load(tmp_path / "packed", packed="always", limit=False).tables["unpacked"]}
+    assert UNWANTED in auto
+    assert UNWANTED not in always
+    assert "more than a product reads it" in always
 
 
 def test_ordered_and_shifted_codes_are_unpacked(checkpoint: Get, tmp_path: Path) -> None:
