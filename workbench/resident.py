@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping
+from types import MappingProxyType
 
 from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.spec import ModelSpec, Param
@@ -19,17 +20,19 @@ from firstlight.engine.weights.formats.registry import StoredFormat
 from firstlight.engine.weights.header import DTYPE_BITS, dtype_bytes
 
 GPU = "cuda"
+NAMES: Mapping[str, str] = MappingProxyType({"expert": "experts", "attention": "attention", "mlp": "dense layers"})
 
 
 class Resident:
     """Sizes in memory of a rank's weights: what `parallel.kept` keeps packed as it is stored, the rest in `dtype`.
 
-    `roles` of weights that may stay packed. What one rank of tp cannot keep is counted as unpacked on all.
+    `roles` of weights that may stay packed. What one rank of tp cannot keep is counted as unpacked on all; `why` says
+    by role what keeps weights from staying packed.
     """
 
     def __init__(self, stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]) -> None:
         self._stored, self._plain = stored, Plain(spec.dtype)
-        self._kept = _kept_homes(stored, spec, mesh, roles)
+        self._kept, self.why = _kept_homes(stored, spec, mesh, roles)
 
     def layer_key(self, layer: int) -> Hashable:
         return self._stored.layer_key(layer)
@@ -59,8 +62,14 @@ class Resident:
         return len(param.shape) == 2 and param.home in self._kept and self._stored.format_of(param) is not None
 
 
-def _kept_homes(stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]) -> Mapping[str, str]:
-    """The homes of weights that every rank of tp keeps packed, with their role; layers alike stand for one another."""
+def _kept_homes(
+    stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]
+) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]]:
+    """The homes of weights that every rank of tp keeps packed, with their role; by role, what hinders others.
+
+    Layers alike stand for one another.
+    """
+    why: dict[str, dict[str, None]] = {}
     lost: set[str] = set()
     found: dict[str, str] = {}
     params = [kind.param for kind in census_by(spec, stored.layer_key)]
@@ -69,9 +78,14 @@ def _kept_homes(stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collec
         for homes in together(held, roles):
             names = {home: group[0][0].role for home, group in homes.items()}
             found.update(names)
-            if not all(_fits(stored, group) for group in homes.values()):
+            hindrances = [(names[home], _hindrance(stored, group)) for home, group in homes.items()]
+            if any(words is not None for _, words in hindrances):
                 lost.update(names)
-    return {home: role for home, role in found.items() if home not in lost}
+            for role, words in hindrances:
+                if words:
+                    why.setdefault(role, {})[words] = None
+    kept = {home: role for home, role in found.items() if home not in lost}
+    return kept, {role: tuple(words) for role, words in why.items()}
 
 
 def _local(param: Param, mesh: Mesh, index: int) -> Local:
@@ -82,15 +96,18 @@ def _local(param: Param, mesh: Mesh, index: int) -> Local:
     return local
 
 
-def _fits(stored: StoredFormat, group: list[tuple[Param, Local]]) -> bool:
+def _hindrance(stored: StoredFormat, group: list[tuple[Param, Local]]) -> str | None:
+    """What keeps the parameters of a home from staying packed; None: nothing; empty: they are stored plain."""
     shares = []
     for param, local in group:
         format_ = stored.format_of(param)
-        if format_ is None or format_.hindrance(format_.parts[0].dtypes[0]):
-            return False
+        if format_ is None:
+            return ""
+        if words := format_.hindrance(format_.parts[0].dtypes[0]):
+            return f"{format_.describe()}: {words}"
         rows, columns = local.bounds
         shares.append(Share(format_, format_.parts[0].dtypes[0], rows, columns, (param.shape[0], param.shape[1])))
-    return not unfit(shares)
+    return unfit(shares) or None
 
 
 def resident_finding(
@@ -110,13 +127,21 @@ def resident_finding(
     return heaviest, say(
         "unpacked-weights",
         f"weights are counted as stored; when this engine loads them {kept} to {spec.dtype}"
-        + ("" if fits else ", and then the largest rank does not fit"),
+        + ("" if fits else ", and then the largest rank does not fit")
+        + _since(held.why),
         expected=f"{found.weight_bytes_per_device:,} bytes on the largest rank, as stored",
         found=f"{heaviest:,} bytes as loaded",
         next="nothing to do" if fits else "use more devices, or an engine that computes with packed weights",
     )
 
 
-def _words(roles: tuple[str, ...]) -> str:
-    names = {"expert": "experts", "attention": "attention", "mlp": "dense layers"}
-    return ", ".join(name for role, name in names.items() if role in roles)
+def _words(roles: Collection[str]) -> str:
+    return ", ".join(name for role, name in NAMES.items() if role in roles)
+
+
+def _since(why: Mapping[str, tuple[str, ...]]) -> str:
+    """What is unpacked, by name, and what of its format makes it so; roles with the same reasons together."""
+    by_words: dict[tuple[str, ...], list[str]] = {}
+    for role, words in why.items():
+        by_words.setdefault(words, []).append(role)
+    return "".join(f"; unpacked of {_words(roles)}: {' and '.join(words)}" for words, roles in by_words.items())

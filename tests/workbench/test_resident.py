@@ -41,6 +41,7 @@ def test_bytes_are_those_that_ranks_hold(name: str, mesh: Mesh, tmp_path: Path) 
     cuts_experts = name == "mxfp4" and mesh.tp == 2
     assert ("experts, attention, dense layers stay packed" in finding.message) == (not cuts_experts)
     assert ("them attention, dense layers stay packed" in finding.message) == cuts_experts
+    assert ("unpacked of experts, dense layers: a share" in finding.message) == cuts_experts
     if name == "packed-int4":
         assert loaded < found.weight_bytes_per_device, "true shapes are read and left"
     else:
@@ -60,6 +61,7 @@ def test_a_plan_that_fits_as_stored_and_not_as_loaded(tmp_path: Path) -> None:
     (finding,) = [finding for finding in report.findings if finding.code == "unpacked-weights"]
     assert finding.severity == "warning"
     assert "does not fit" in finding.message
+    assert "unpacked of attention, dense layers: AWQ INT4, groups of 16: words hold" in finding.message
     assert report.metrics["loaded_weight_bytes_per_device"].value > report.metrics["weight_bytes_per_device"].value
 
 
