@@ -53,7 +53,8 @@ VIEWS: tuple[Callable[[Any], View], ...] = (  # one line a tab
     Topology,
     Runs,
 )
-TICK_MS = 1000  # what time alone changes; everything else is drawn when it comes
+TICK_MS = 1000
+AGES_S = 15.0  # after which what is shown is drawn again without news: what ran may run no more, readings are old
 LIST_S = 5.0
 COOKIE = "firstlight"
 
@@ -66,7 +67,7 @@ class Dashboard:
         self._follower: Follower | None = None
         self._views: dict[str, View] = {}
         self._shown: tuple[str, str] = ("", "")  # the tab, and why it cannot be drawn
-        self._drawn: tuple[str, str, int] = ("", "", -1)
+        self._drawn: tuple[str, str, int, int] = ("", "", -1, -1)
         titles = [view.title for view in VIEWS]  # type: ignore[attr-defined]
         self._run = pn.widgets.Select(
             name="Run", options=[], stylesheets=[FIELDS], sizing_mode="stretch_width", margin=(0, 0, 8, 0)
@@ -128,6 +129,7 @@ class Dashboard:
         self._choose()
         for name, value in (
             ("first_title", f"{self._tab.value} · Firstlight"),
+            ("first_view", self._tab.value),
             ("style", FRAME),
             ("scripts", partial(first.scripts, figures=first.has_figures(self._main))),
             ("first_script", FIRST),
@@ -168,7 +170,7 @@ class Dashboard:
         if self._follower is None:
             return
         snapshot = self._follower.snapshot
-        now = snapshot.directory, self._tab.value, snapshot.version
+        now = _state(snapshot, self._tab.value)
         if now != self._drawn:
             self._drawn = now
             self._show(self._tab.value, snapshot)
@@ -194,6 +196,8 @@ class Dashboard:
             return
         self._names = names
         kept = self._run.value or first
+        if self._run.value is not None and self._run.value not in names:
+            self._unknown = self._run.value  # it was removed while somebody looked at it
         self._run.options = names
         self._run.value = kept if kept in names else (names[0] if names else None)
 
@@ -224,7 +228,7 @@ class Dashboard:
             return
         title, snapshot = self._tab.value, self._follower.snapshot
         self._tell_address()
-        self._drawn = snapshot.directory, title, snapshot.version
+        self._drawn = _state(snapshot, title)
         self._show(title, snapshot)
 
     def _show(self, title: str, snapshot: Snapshot) -> None:
@@ -244,6 +248,11 @@ class Dashboard:
         if self._shown != (title, wrong):
             self._shown = title, wrong
             self._main.objects = [self._message] if wrong or view is None else [self._message, view.panel()]
+
+
+def _state(snapshot: Snapshot, tab: str) -> tuple[str, str, int, int]:
+    """What is on the page: the same state looks the same."""
+    return snapshot.directory, tab, snapshot.version, int(time.monotonic() // AGES_S)
 
 
 def _how_to_begin(folder: str) -> str:

@@ -137,9 +137,12 @@ def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
     numbers = [float(value) for value in values if words.is_number(value)]
     kind = "n" if numbers else ""
     texts = [value.text if isinstance(value, Link) else _in_words(column, value) for value in values]
-    if numbers and _is_percentage(column):
-        number = _alike(numbers)
-        texts = [f"{number(value)} %" if words.is_number(value) else words.cell(column, value) for value in values]
+    if numbers and (column.startswith("share_") or _is_percentage(column)):
+        scale = 100.0 if column.startswith("share_") else 1.0
+        number = _alike([scale * one for one in numbers])
+        texts = [
+            f"{number(scale * value)} %" if words.is_number(value) else words.cell(column, value) for value in values
+        ]
     elif numbers and any(isinstance(value, float) for value in values) and words.cell(column, 1.5) == "1.5":
         scale = 1.0
         if column.endswith("_s") and not column.endswith("_per_s"):

@@ -17,7 +17,10 @@
     root.querySelectorAll(".bk-btn-group .bk-btn:not(:only-child)").forEach((one) =>
       one.setAttribute("aria-pressed", one.classList.contains("bk-active")));
     const view = root.querySelector(".bk-btn-group.bk-vertical .bk-active");
-    if (view) document.title = `${view.textContent.trim()} · Firstlight`;
+    if (view) {
+      document.title = `${view.textContent.trim()} · Firstlight`;
+      document.getElementById("fl-view").textContent = view.textContent.trim();  // a heading for who hears the page
+    }
     root.querySelectorAll(".bk-spin-btn").forEach((one) => {
       one.setAttribute("aria-label", one.matches(".bk-spin-btn-up") ? "more" : "less");
       one.tabIndex = -1;  // the arrow keys do the same in the field

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime
 from typing import Any
 
 import panel as pn
@@ -30,16 +32,17 @@ class Hardware:
         self._metric.param.watch(lambda _: self._page.when_live(self._draw_history), "value")
         self._series: list[Series] = []
         self._sparks = Sparks()
-        self._version, self._at = -1, -1
+        self._version, self._at = (-1, False), -1
         self._drawn: tuple[str, int] = ("", -1)  # metric and moment of the curves that stand there
 
     def panel(self) -> Any:
         return column(self._devices, self._curves.panel())
 
     def draw(self, snapshot: Snapshot) -> None:
-        if snapshot.readings_version == self._version:
+        version = snapshot.readings_version, bool(_silence(snapshot))
+        if version == self._version:
             return
-        self._version = snapshot.readings_version
+        self._version = version
         put(self._devices, html.page(devices(snapshot, self._sparks)))
         newest_s = max((trail.last.time_s for trail in snapshot.trails.values()), default=0.0)
         if int(newest_s // 10) != self._at:
@@ -116,7 +119,15 @@ def devices(snapshot: Snapshot, sparks: Sparks) -> str:
     newest_s = max(trail.last.time_s for trails in by_device.values() for trail in trails)
     first = sorted(by_device.items(), key=lambda item: not any(trail.last.alarm for trail in item[1]))  # alarms
     cards = [_device(device, trails, newest_s, sparks) for device, trails in first]
-    return f'<div class="columns">{"".join(cards)}</div>'
+    return f'{_silence(snapshot)}<div class="columns">{"".join(cards)}</div>'
+
+
+def _silence(snapshot: Snapshot) -> str:
+    """That these are the last readings and not those of now, if so; nothing where none were taken."""
+    newest_s = max((trail.last.time_s for trail in snapshot.trails.values()), default=0.0)
+    if not newest_s or time.time() - newest_s <= STALE_S:
+        return ""
+    return html.nothing(f"The last readings, of {datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M:%S} UTC.")
 
 
 def _device(device: str, trails: list[Trail], newest_s: float, sparks: Sparks) -> str:

@@ -14,7 +14,7 @@ import panel as pn
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import FIELD, Page, card, column, pane, put
+from firstlight.dashboards.views.view import ACROSS, FIELD, Page, card, column, not_yet, pane, put
 from firstlight.engine.errors import FirstlightError
 from firstlight.engine.inputs.pictures import open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
@@ -41,7 +41,7 @@ class Live:
             auto_grow=True,
             max_rows=8,
             sizing_mode="stretch_width",
-            **FIELD,
+            **FIELD | {"margin": ACROSS},
         )
         self._picture = pn.widgets.FileInput(accept="image/*", width=260, **FIELD)
         self._tokens = pn.widgets.IntInput(name="Longest answer", value=128, start=1, end=4096, width=110, **FIELD)
@@ -78,12 +78,13 @@ class Live:
             put(self._state, html.page(f"<p class='quiet'>{html.said(said)}</p>"))
         else:
             failure = snapshot.health.failure if snapshot.health is not None else None
-            said = (
-                f"the engine failed: {failure}"
-                if failure is not None
-                else "no engine answers in this run; firstlight up CKPT --detached leaves one running"
+            if snapshot.health is not None and snapshot.health.status == "starting":
+                put(self._state, html.page(html.card("", html.nothing(f"starting: {snapshot.health.stage}"))))
+                return
+            failed = (
+                html.card("", html.nothing(f"the engine failed: {failure}"), "alarm") if failure is not None else ""
             )
-            put(self._state, html.page(html.card("", html.nothing(said), "alarm" if failure is not None else "")))
+            put(self._state, html.page(failed, not_yet(snapshot, "To have one answer", "up", "--detached")))
 
     def _ask(self) -> None:
         text = self._text.value.strip()
@@ -146,7 +147,7 @@ class Live:
         self._draw_turns()
 
     def _draw_turns(self) -> None:
-        put(self._turns, html.page(*(_turn(entry) for entry in self._said[-20:])))
+        put(self._turns, html.page(html.card("Conversation", "".join(_turn(entry) for entry in self._said[-20:]))))
 
     def _show_inside(self, checkpoint: str, text: str, data: bytes | None, chat: bool) -> None:
         """Prompt, ids and picture tensors as the model gets them."""

@@ -10,7 +10,7 @@ import panel as pn
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.theme import FIELDS
-from firstlight.dashboards.views.view import MARGIN, Chart, Page, card, column, not_yet, pane, put
+from firstlight.dashboards.views.view import ACROSS, Chart, Page, card, column, not_yet, pane, put
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.render import words
 
@@ -33,7 +33,7 @@ class Loading:
             end=1,
             stylesheets=[FIELDS],
             sizing_mode="stretch_width",
-            margin=MARGIN,
+            margin=ACROSS,
         )
         self._replay_card = card("Replay", self._replay, self._step)
         self._replay.param.watch(lambda _: self._draw_step(), "value")

@@ -10,10 +10,11 @@ import panel as pn
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.views.view import FIELD, Chart, Page, column, not_yet, pane, put
+from firstlight.workbench.readings import Series
 from firstlight.workbench.render import words
 
-WHOLE = ("memory_used", "resident", "allocated", "reserved")
-KINDS = ("whole devices", "by role")
+KINDS = {"ranks": ("resident", "allocated", "reserved"), "whole devices": ("memory_used",), "by role": ()}
+"""What is drawn together: ranks have a scale of their own, beside the machine's. Roles are the rest of `memory`."""
 OTHER = frozenset(("process_bytes", "total_bytes", "free_bytes", "weight_bytes"))
 
 
@@ -23,7 +24,7 @@ class Memory:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._bars = pane()
-        self._kind = pn.widgets.RadioButtonGroup(name="Over time", options=list(KINDS), width=280, **FIELD)
+        self._kind = pn.widgets.RadioButtonGroup(name="Over time", options=list(KINDS), width=320, **FIELD)
         self._over_time = Chart("Over time, as the system and the engine say", self._kind, height=260)
         self._kind.param.watch(lambda _: self._draw_curves(), "value")
         self._version = -1
@@ -44,9 +45,13 @@ class Memory:
         found = self._curves()
         if found:
             said = html.table(figures.numbers(found, "MiB"))
-        else:  # there is still the other kind to look at
-            said = html.nothing("no readings of this kind in this run") if self._kind.value != KINDS[0] else ""
+        else:  # there is still another kind to look at
+            said = html.nothing("no readings of this kind in this run") if self._has_others() else ""
         self._over_time.show(figures.curves(found, "memory (MiB)") if found else None, said)
+
+    def _has_others(self) -> bool:
+        follower = self._page.follower
+        return follower is not None and any(_kind(one) for one in follower.series())
 
     def _curves(self) -> dict[str, Any]:
         follower = self._page.follower
@@ -56,8 +61,7 @@ class Memory:
         wanted = {
             one.id: f"{one.device} {words.heading(one.metric)}"
             for one in follower.series()
-            if one.unit == "B" and (one.metric in WHOLE or one.source == "memory")
-            if (one.metric in WHOLE) == (self._kind.value == KINDS[0])
+            if _kind(one) == self._kind.value
         }
         found = follower.history(list(wanted), *span, 400)
         scale = 1 / 2**20
@@ -69,6 +73,14 @@ class Memory:
             for key, buckets in found.items()
             if any(bucket.count for bucket in buckets)
         }
+
+
+def _kind(series: Series) -> str:
+    """With which others a series is drawn; empty for one that is no memory."""
+    if series.unit != "B":
+        return ""
+    found = (kind for kind, metrics in KINDS.items() if series.metric in metrics)
+    return next(found, "by role" if series.source == "memory" else "")
 
 
 def _roles(row: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
 from firstlight.workbench.runs import LADDER
 
-RECENT_S = 15.0  # a rung without a report that said something so lately is running
+RECENT_S = 15.0  # what was said so lately is so now: a rung without a report is running, a reading holds
 
 
 class Overview:
@@ -40,7 +40,7 @@ def _head(snapshot: Snapshot) -> str:
     found = mesh_of(snapshot)
     mesh = f"{found.describe()} · " if found is not None else ""
     said = f"{record.checkpoint} · {mesh}since {record.created[:19].replace('T', ' ')} UTC"
-    head = f"<h1>{html.said(record.model)}</h1><p class='quiet'>{html.said(said)}</p>"
+    head = f"<h2 class='model'>{html.said(record.model)}</h2><p class='quiet'>{html.said(said)}</p>"
     return html.page(head + _verdict(snapshot))
 
 
@@ -182,7 +182,7 @@ def _alive(snapshot: Snapshot, health: Health) -> str:
     found = [("requests running", str(health.running)), ("waiting", str(health.waiting))]
     for metric, name in (("tokens", "tokens a second"), ("cache_used", "cache used"), ("busy", "busy")):
         trail = snapshot.trails.get(("engine", "engine", metric))
-        if trail is not None and trail.last.value is not None:
+        if trail is not None and trail.last.value is not None and time.time() - trail.last.time_s < RECENT_S:
             unit = "%" if trail.last.unit == "%" else ""
             found.append((name, words.quantity(round(trail.last.value, 1), unit)))
     return f"<p><span class='status passed'>{health.status}</span></p>{html.figures(found)}"

@@ -10,7 +10,7 @@ import panel as pn
 
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot, reports_of
-from firstlight.dashboards.views.view import FIELD, Page, card, column, pane, put
+from firstlight.dashboards.views.view import ACROSS, FIELD, Page, card, column, pane, put
 from firstlight.engine.errors import Refused
 from firstlight.workbench.compare_runs import compare_reports
 from firstlight.workbench.render import words
@@ -38,8 +38,8 @@ class Runs:
             options=[],
             size=6,
             sizing_mode="stretch_width",
-            max_width=420,
-            **FIELD,
+            styles={"max-width": "420px"},
+            **FIELD | {"margin": ACROSS},
         )
         self._pick.param.watch(lambda _: self._compare(), "value")
         self._names: list[str] = []

@@ -14,7 +14,7 @@ from firstlight.dashboards import html
 from firstlight.dashboards.figures import Figure
 from firstlight.dashboards.store import DataStore, Follower, Snapshot
 from firstlight.dashboards.theme import CARD, CHART, FIELDS, SHEET
-from firstlight.engine.parallel.mesh import AXES, Mesh
+from firstlight.engine.parallel.mesh import AXES, HEADS, Mesh
 from firstlight.workbench.runs import LADDER
 
 PLOT = "fl-plot"
@@ -24,6 +24,7 @@ CONFIG = {
     "modeBarButtonsToRemove": ["lasso2d", "select2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
 }
 MARGIN = (0, 14, 10, 0)
+ACROSS = (0, 0, 10, 0)  # of a field as wide as its card
 FIELD: dict[str, Any] = {"stylesheets": [FIELDS], "margin": MARGIN}
 """What every field is made with."""
 
@@ -103,18 +104,25 @@ def mesh_of(snapshot: Snapshot) -> Mesh | None:
     return msgspec.convert(saved, Mesh) if saved else None
 
 
-def not_yet(snapshot: Snapshot, title: str, verb: str) -> str:
-    """A card for what a rung has not done in this run: why, if the ladder stopped before, and the command that does."""
+def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
+    """A card for what a rung has not done in this run: why, if the ladder stopped before, and the command that does.
+
+    `more`: further words of the command.
+    """
     directory, checkpoint = Path(snapshot.directory), snapshot.record.checkpoint
     last = {rung.verb: rung.status for rung in snapshot.record.rungs}
-    said = "No engine was started in this run." if verb == "up" else f"The rung {verb} was not run."
+    said = f"The rung {verb} was not run."
+    if verb == "up":
+        said = f"No engine {'was started' if mesh_of(snapshot) is None else 'answers'} in this run."
     stopped = next((one for one in LADDER if last.get(one) in ("failed", "refused")), "")
     if stopped and stopped != verb:
         said += f" The ladder stopped at {stopped}: Overview says why, and what to do next."
     mesh = mesh_of(snapshot) if verb != "scan" else None
     axes = [word for axis in AXES if mesh and mesh.size(axis) > 1 for word in (f"--{axis}", str(mesh.size(axis)))]
     place = f"{directory.parent.name}/{directory.name}"
-    command = shlex.join(["firstlight", verb, checkpoint, *axes, "--run", place])
+    if mesh is not None and mesh.size(HEADS) < mesh.tp:
+        axes += ["--attention", "whole"]
+    command = shlex.join(["firstlight", verb, checkpoint, *axes, "--run", place, *more])
     return html.card(title, html.nothing(said) + f"<pre>{html.said(command)}</pre>")
 
 

@@ -85,6 +85,7 @@ def test_a_link_leads_to_a_tab_of_a_run_and_tabs_are_reached_by_keyboard(
     page.get_by_text("Operators, rank 0").first.wait_for()
     page.get_by_role("button", name="Layers", exact=True, pressed=True).wait_for()
     page.wait_for_function("document.title.startsWith('Layers')")
+    page.get_by_role("heading", name="Layers", exact=True, level=1).wait_for()
     page.wait_for_url("**tab=Layers*")
     before = page.evaluate("document.documentElement.dataset.theme")
     page.get_by_text("light / dark").click()
@@ -223,6 +224,7 @@ def test_runs_are_compared_figure_by_figure(browser: Any, address: str, runs: Pa
         run.add(draft.close())
     page = open_page(browser, f"{address}?run=first&tab=Runs", errors)
     page.get_by_text("Compare").first.wait_for()
+    assert page.locator("select[multiple]").bounding_box()["width"] < 500, "a list of names is no wider than names are"
     page.locator("select[multiple]").select_option(["first", "second"])
     page.get_by_text("Figure by figure").first.wait_for()
     page.get_by_text("25 ms").first.wait_for()

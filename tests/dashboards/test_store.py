@@ -10,16 +10,23 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from firstlight.dashboards import figures, html
 from firstlight.dashboards.app import Dashboard
 from firstlight.dashboards.store import DataStore, Follower, requests_once
 from firstlight.dashboards.views.communication import _slowest
+from firstlight.dashboards.views.hardware import Sparks, devices
+from firstlight.dashboards.views.memory import _kind
+from firstlight.dashboards.views.overview import _engine
+from firstlight.dashboards.views.view import not_yet
 from firstlight.engine.errors import Refused
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.api import Health
 from firstlight.workbench.events import SERVED, ProgressEvent, RequestEvent
 from firstlight.workbench.figures import COLOURS, SPARE
-from firstlight.workbench.readings import Bucket, Reading
+from firstlight.workbench.readings import Bucket, Reading, Series
 from firstlight.workbench.report import Draft, Metric
 from firstlight.workbench.runs import Run
 from tests.waiting import until
@@ -255,6 +262,62 @@ def test_a_tab_whose_tables_hold_something_else_says_so_and_the_others_are_drawn
     page.close()
 
 
+def test_what_is_old_is_not_shown_as_of_now(tmp_path: Path) -> None:
+    ready = Health(status="ready", stage="", running=0, waiting=0)
+    for name, old_s in (("then", 600.0), ("now", 0.0)):
+        with Run.at(tmp_path / name, "toy", "ckpt") as run:
+            busy = Reading(
+                time_s=time.time() - old_s, source="engine", device="engine", metric="busy", unit="%", value=91
+            )
+            run.events.put(busy)
+            assert run.events.flush()
+            follower = Follower(run.directory)
+            follower.poll()
+            snapshot = msgspec.structs.replace(follower.snapshot, health=ready)
+            follower.close()
+        assert ("91" in _engine(snapshot)) == (name == "now"), name
+        assert ("The last readings, of" in devices(snapshot, Sparks())) == (name == "then"), name
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+def test_a_run_that_is_removed_while_it_is_open_is_missed_by_name(tmp_path: Path) -> None:
+    for name in ("kept", "gone"):
+        Run.at(tmp_path / name, "toy", "ckpt").close()
+    page = Dashboard(DataStore(tmp_path), "gone")
+    page._choose()
+    assert page._run.value == "gone"
+    assert not page._message.object
+    shutil.rmtree(tmp_path / "gone")
+    page._list_runs()
+    assert page._run.value == "kept"
+    assert html.said("There is no run 'gone' here") in page._message.object
+    page.close()
+
+
+def test_the_command_that_is_written_out_has_the_runs_own_mesh(tmp_path: Path) -> None:
+    mesh = msgspec.to_builtins(Mesh(tp=2, attention="whole"))
+    with Run.at(tmp_path / "a", "toy", "my ckpt"):
+        pass
+    follower = Follower(tmp_path / "a")
+    record = msgspec.structs.replace(follower.snapshot.record, engine={"options": {"mesh": mesh}})
+    snapshot = msgspec.structs.replace(follower.snapshot, record=record)
+    place = f"{tmp_path.name}/a"
+    expected = f"firstlight up 'my ckpt' --tp 2 --attention whole --run {place} --detached"
+    assert html.said(expected) in not_yet(snapshot, "Live", "up", "--detached")
+    assert "--tp" not in not_yet(snapshot, "Checkpoint", "scan")
+    follower.close()
+
+
+def test_ranks_have_a_scale_of_their_own_beside_the_machine() -> None:
+    def kind(source: str, metric: str, unit: str = "B") -> str:
+        return _kind(Series(id=1, source=source, device="x", metric=metric, unit=unit))
+
+    assert kind("memory", "resident") == kind("torch", "reserved") == "ranks"
+    assert kind("host", "memory_used") == kind("nvml", "memory_used") == "whole devices"
+    assert kind("memory", "cache_bytes") == "by role"
+    assert kind("host", "memory_used", "%") == kind("disk", "read") == ""
+
+
 def test_folders_that_are_no_runs_are_left_out_with_the_reason(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     a_run(root, "good")
@@ -359,6 +422,7 @@ def test_numbers_of_a_column_stand_under_each_other_and_in_full_in_their_titles(
     assert column("first_token_s", 0.4202, 0.0211, None) == ["420.2", "21.1", ""], "milliseconds"
     assert column("floor", 6.1349e-7, 0.0, 1e-4) == ["6.13e-07", "0", "1.00e-04"]
     assert column("kl", 0.25, 1e-9) == ["0.25", "1e-09"], "none is lost in the rounding of another"
+    assert column("share_of_limit", 0.1553, 0.151, 0.1085) == ["15.53 %", "15.10 %", "10.85 %"]
     assert column("count", 146, 8_758_016) == ["146", "8,758,016"]
     assert 'title="2.5938"' in html.table([{"decode_ms": 2.5938}, {"decode_ms": 123.4}])
 
