@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 from firstlight.workbench.render import words
+from firstlight.workbench.render.html import themed
 
 Row = Mapping[str, Any]
 
@@ -40,11 +41,13 @@ COLOURS = {
     "noise floor": "#8c8c8c",
 }
 SEP = '<span class="sep">: </span>'  # read where styles are taken out, as of a notebook that is not trusted
-ON_ANY_GROUND = "#7a7a7a"  # of text in a notebook, which is light or dark: as far from #fff as from JupyterLab's #111
+CARD, INK = "#ffffff", "#32363a"  # a live figure brings its ground along: plotly knows nothing of the notebook's theme
 MOST_PLACES = 8  # along the axis of a drawing
 SPARE = ("#3b7dd8", "#d9722a", "#2f9e5b", "#9467d6", "#1f9aa8", "#d0529b", "#94881f", "#a8703f")
 
-STYLE = """
+STYLE = (
+    themed(".fl-fig")
+    + """
 .fl-fig{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:60rem;color:inherit}
 .fl-fig h5{font-size:13px;margin:.5rem 0 .35rem;font-weight:600}
 .fl-fig .row{display:grid;grid-template-columns:minmax(4rem,11rem) 1fr minmax(5rem,max-content);gap:.7rem;
@@ -62,7 +65,9 @@ align-items:center;margin:.14rem 0}
 .fl-fig.wide .row .num{grid-row:3;text-align:left}}
 .fl-fig .sep{display:none}
 .fl-fig .drawn{overflow-x:auto}.fl-fig .drawn svg{display:block;min-width:26rem}
+.fl-fig .error{color:var(--fl-bad);white-space:pre-wrap}
 """
+)
 
 
 @dataclass(frozen=True)
@@ -347,7 +352,7 @@ def colour(name: str, index: int = 0) -> str:
 
 
 def dressed(figure: Any, title: str, height: int) -> Any:
-    """The common look: no frame, transparent ground, room for long names; readable in light and dark notebooks."""
+    """The common look: no frame, a ground of its own in light and dark notebooks, room for long names."""
     figure.update_layout(
         title={
             "text": title,
@@ -361,9 +366,9 @@ def dressed(figure: Any, title: str, height: int) -> Any:
         height=height + 24,
         margin={"l": 10, "r": 10, "t": 64, "b": 36},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(127,127,127,0.06)",
-        font={"family": "system-ui, sans-serif", "size": 12, "color": ON_ANY_GROUND},
+        paper_bgcolor=CARD,
+        plot_bgcolor=CARD,
+        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
         hoverlabel={"align": "left", "namelength": -1},
         bargap=0.25,
     )

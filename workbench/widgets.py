@@ -283,9 +283,7 @@ def _amount(event: ProgressEvent) -> str:
 
 def _entry(entry: dict[str, Any]) -> str:
     picture = _thumbnail(entry["picture"], entry["name"]) if entry["picture"] else ""
-    failed = (
-        f'<div style="color:#d1383d;white-space:pre-wrap">{escape(entry["error"])}</div>' if "error" in entry else ""
-    )
+    failed = f'<div class="error">{escape(entry["error"])}</div>' if "error" in entry else ""
     return (
         f'<div style="display:flex;gap:.8rem;margin:.5rem 0;align-items:flex-start">{picture}'
         f'<div><div style="opacity:.7">{escape(entry["text"])}</div>'

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal, note, warning
 from firstlight.engine.weights.safetensors_file import write as save
+from firstlight.workbench import figures
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of
-from firstlight.workbench.render.html import report_html
+from firstlight.workbench.render.html import ON_DARK, ON_LIGHT, report_html
 from firstlight.workbench.render.terminal import report_text
 from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds, title
 from firstlight.workbench.report import Draft, Metric, Report, finite, refusal, write_atomically
@@ -88,10 +89,10 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
         Report.read(tmp_path / "r.json")
 
 
-@pytest.mark.parametrize("figures", [{"value": 3}, {"value": "x", "limit": 0.5}])
-def test_a_number_has_a_unit(figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given_", [{"value": 3}, {"value": "x", "limit": 0.5}])
+def test_a_number_has_a_unit(given_: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="needs a unit"):
-        Draft("scan", "a").check("is it", True, **figures)
+        Draft("scan", "a").check("is it", True, **given_)
     with pytest.raises(AssertionError, match="needs a unit"):
         Metric(value=0.5, unit="")
 
@@ -214,13 +215,28 @@ def test_html_is_escaped_and_closed() -> None:
 
 
 def test_html_names_no_colour_that_one_theme_hides() -> None:
-    """Text takes the page's colour; what has one of its own must stand out on white and on black."""
-    for colour in re.findall(r"color:(#[0-9a-f]{6})", report_html(full_report())):
-        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
-        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        assert 1.05 / (luminance + 0.05) >= 3, f"{colour} on white"
-        assert (luminance + 0.05) / 0.05 >= 3, f"{colour} on black"
+    """Text takes the page's colour; verdicts have one for either ground, and a live figure its own: 4.5 to 1 each."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    grounds = {"#ffffff": ON_LIGHT, "#111111": ON_DARK, "#1e1e1e": ON_DARK}  # white, JupyterLab's, VS Code's
+    for ground, colours in grounds.items():
+        assert {word: colour for word, colour in colours.items() if contrast(colour, ground) < 4.5} == {}, ground
+    pages = report_html(full_report()) + figures.STYLE
+    assert re.findall(r"[{;]color:(?!inherit|var\(--fl-)[^;}]*", pages) == [], "a colour that no theme chooses"
+    assert set(re.findall(r"var\(--fl-(\w+)\)", pages)) <= set(ON_LIGHT) == set(ON_DARK)
+    layout = figures.step_split([]).figure().layout
+    assert layout.paper_bgcolor == layout.plot_bgcolor == "#ffffff"
+    assert contrast(layout.font.color, layout.paper_bgcolor) >= 4.5
+    drawn = [colour for colour in (*figures.COLOURS.values(), *figures.SPARE) if colour.startswith("#")]
+    assert [colour for colour in drawn if contrast(colour, layout.plot_bgcolor) < 3] == []
 
 
 @pytest.mark.parametrize(

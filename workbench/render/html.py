@@ -16,8 +16,29 @@ FOLDED_FROM = 16
 SHORT_TEXT, LONG_TEXT = 28, 72  # characters that stay on one line; that want the width of a paragraph
 MOST_CHECKS = 24  # beyond so many, those that passed are folded
 
-# Colours hold against white and against black; everything else follows the page.
-STYLE = """
+# Verdicts on a light ground and on a dark one, 4.5 : 1 on either (WCAG 2.1, 1.4.3): no one colour is that on both.
+ON_LIGHT = {"good": "#1f7a43", "bad": "#b9252c", "warn": "#855800"}
+ON_DARK = {"good": "#56c283", "bad": "#ff8080", "warn": "#dba63a"}
+
+
+def themed(place: str) -> str:
+    """Rules that give elements of a class the colours of verdicts, as `--fl-good`, `--fl-bad` and `--fl-warn`.
+
+    JupyterLab and its saved pages say on `body` whether they are light, VS Code by a class; any other page follows the
+    reader's system.
+    """
+    light, dark = (";".join(f"--fl-{name}:{value}" for name, value in one.items()) for one in (ON_LIGHT, ON_DARK))
+    in_dark = f'[data-jp-theme-light="false"] {place},.vscode-dark {place},.vscode-high-contrast {place}'
+    elsewhere = f"body:not([data-jp-theme-light],.vscode-light) {place}"
+    return (
+        f"{place}{{{light}}}{in_dark}{{{dark}}}\n@media (prefers-color-scheme:dark){{{elsewhere}{{{dark}}}}}\n"
+        f"@media print{{body {place}{{{light}}}}}\n"
+    )
+
+
+STYLE = (
+    themed(".firstlight")
+    + """
 .firstlight{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;max-width:72rem}
 .firstlight h4{font-size:15px;margin:.4rem 0 .6rem;font-weight:600}
 .firstlight h5{font-size:12px;margin:.9rem 0 .25rem;font-weight:600;opacity:.7;text-transform:none}
@@ -31,11 +52,13 @@ text-align:left!important;vertical-align:top!important;background:none;color:inh
 .firstlight td.t{white-space:nowrap}
 .firstlight td.w{min-width:12rem;overflow-wrap:anywhere}.firstlight td.x{min-width:22rem;overflow-wrap:anywhere}
 .firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
-.firstlight .passed{color:#2a8a4a}.firstlight .failed,.firstlight .refused,.firstlight .fatal{color:#d1383d}
-.firstlight .warning{color:#b27a00}.firstlight .skipped,.firstlight .note{color:inherit;opacity:.65}
+.firstlight .passed{color:var(--fl-good)}.firstlight .warning{color:var(--fl-warn)}
+.firstlight .failed,.firstlight .refused,.firstlight .fatal{color:var(--fl-bad)}
+.firstlight .skipped,.firstlight .note{color:inherit;opacity:.65}
 .firstlight .quiet{opacity:.7}
 .firstlight .scroll{overflow-x:auto}
 """
+)
 
 
 def report_html(report: Report) -> str:
