@@ -56,9 +56,19 @@ def runbook(
     draft = Draft("runbook", f"{source.name}, {run.record.model}")
     run.close()  # the notebook's kernel writes it
     before = len(run.record.rungs)
-    with _Following(run, listener):
-        progress("execute", 0, None)
-        broken = _execute(source, target, parameters)
+    try:
+        with _Following(run, listener):
+            progress("execute", 0, None)
+            broken = _execute(source, target, parameters)
+    except KeyboardInterrupt:  # what there is by then is kept as any record is
+        if target.is_file():
+            _leave(run, before, draft, "interrupted", target)
+        raise
+    return _leave(run, before, draft, broken, target)
+
+
+def _leave(run: Run, before: int, draft: Draft, broken: str, target: Path) -> Report:
+    """Judges what was executed into `target`, which ended at `broken` if at all, and writes page, card, adaptation."""
     run = Run.attach(run.directory)
     _judge(draft, run.record.rungs[before:], broken, target)
     last = latest(run.reports())

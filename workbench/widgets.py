@@ -21,6 +21,7 @@ from IPython.display import HTML, display
 from firstlight.engine.errors import FirstlightError
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.figures import COLOURS, SEP, STYLE
+from firstlight.workbench.page import HAS_TWIN
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
 
@@ -208,7 +209,7 @@ class AskBox:
     def show(self) -> AskBox:
         """Displays the controls and, in an output of its own, the transcript."""
         row = ipw.HBox([self._text, self._upload, self._sample, self._button], layout=ipw.Layout(flex_flow="row wrap"))
-        display(row)
+        display(row, metadata={HAS_TWIN: True})  # type: ignore[no-untyped-call]
         self._handle = display(HTML(self.twin()), display_id=True)
         return self
 

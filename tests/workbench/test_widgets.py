@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from PIL import Image
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.workbench import NotebookBringup, figures
 from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.page import notebook_page
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Report
 from firstlight.workbench.widgets import AskBox, ProgressView, Stepper
@@ -85,6 +88,30 @@ def test_figures_have_a_live_and_a_static_form() -> None:
     errors = figures.errors_by_layer([{"of": HOSTILE, "free_running": 1e-6, "teacher_forced": None}])
     assert HOSTILE not in errors.html
     assert "1.00e-06" in errors.html
+
+
+def test_a_page_fetches_nothing_and_says_what_it_cannot_show(tmp_path: Path) -> None:
+    view, twin = "application/vnd.jupyter.widget-view+json", {"firstlight_twin": True}
+    plotly = {"application/vnd.plotly.v1+json": {"data": []}}
+    outputs = [
+        new_output("display_data", {view: {}, "text/plain": f"IntSlider({HOSTILE})"}),
+        new_output("display_data", {view: {}, "text/plain": "HBox()"}, metadata=twin),
+        new_output("display_data", plotly),
+        new_output("display_data", {**plotly, "text/html": "<b>its twin</b>"}),
+        new_output(
+            "display_data", {"text/html": '<LINK rel=x href=//e.x><meta http-equiv="refresh" content="0;//e.x">'}
+        ),
+    ]
+    nbformat.write(new_notebook(cells=[new_code_cell("1", outputs=outputs)]), tmp_path / "a.ipynb")
+    page = notebook_page(tmp_path / "a.ipynb")
+    assert page.count("A live view that left nothing to read here") == 2
+    assert "its twin" in page
+    assert "HBox" not in page
+    assert HOSTILE not in page
+    assert "//e.x" not in page
+    assert re.search(
+        r"<head>\s*<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:", page
+    )
 
 
 def event_of(layer: str, done: float, total: float = 4.0) -> ProgressEvent:
