@@ -17,6 +17,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
+from firstlight.workbench.adaptation import FORMAT
 from firstlight.workbench.events import WATCHED
 from firstlight.workbench.plan import read_config
 from firstlight.workbench.report import Check, Draft, Report, Value, finite, write_atomically
@@ -161,6 +162,7 @@ def adaptation(run: Run, last: dict[str, Report]) -> dict[str, Any]:
     verify, planned = last.get("verify"), last.get("plan")
     options = (run.record.engine or {}).get("options", {})
     return {
+        "format": FORMAT,
         "model": run.record.model,
         **_family(run.record.checkpoint),
         "engine": {key: value for key, value in options.items() if value not in (None, {}) and key != "checkpoint"},

@@ -11,6 +11,8 @@ from shutil import which
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from firstlight.workbench.bringup import Bringup
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.first_token import line_of
@@ -52,7 +54,7 @@ def climb(
     With the `adaptation` of an earlier run, the validation set is compared with its answers, and what changed is shown.
     """
     if adaptation is not None:
-        bringup.accepted = adaptation.validation or None
+        bringup.accepted = [msgspec.to_builtins(one) for one in adaptation.validation] or None
     draft = Draft("up", bringup.run.record.model)
     done: dict[str, Report] = {}
     stopped, status = "", None

@@ -65,11 +65,18 @@ def test_changed_keys_are_shown_by_their_path(tmp_path: Path) -> None:
     assert list(config_changes({"a": 1, "_name_or_path": "x"}, {"a": 1, "_name_or_path": "y"})) == []
 
 
+OTHERS = {"hosts": ["elsewhere"], "trust_remote_code": True}
+
+
 def test_options_of_the_file_are_used_where_none_were_given(tmp_path: Path) -> None:
     wanted = EngineOptions(checkpoint="c", max_batch=4)
-    kept = Adaptation(engine={"mesh": {"tp": 2}, "max_batch": 16, "max_context": 512, "threads": 64, "gone": 1})
+    kept = Adaptation(
+        engine={"mesh": {"tp": 2}, "max_batch": 16, "max_context": 512, "threads": 64, "gone": 1, **OTHERS}
+    )
     used = kept.options(wanted, frozenset())
     assert (used.mesh, used.max_batch, used.max_context, used.threads) == (Mesh(tp=2), 4, 512, None)
+    assert (used.hosts, used.trust_remote_code) == ((), False), "whose code runs, and where, is asked"
+    assert kept.unknown == ["gone"]
     assert kept.options(wanted, frozenset(("mesh",))).mesh == Mesh()
     whole = Adaptation(engine={"mesh": {"tp": 2, "attention": "whole"}})
     assert whole.options(wanted, frozenset()).mesh == Mesh(tp=2, attention="whole")
@@ -87,13 +94,39 @@ def test_a_dtype_that_changed_is_shown_under_either_of_its_names() -> None:
     assert row == {"key": "dtype", "before": "'bfloat16'", "now": "'float16'"}
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "engine: 3", "a: [", "\x00", "{}", "{model: a, engine: {max_batch: many}}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        "engine: 3",
+        "a: [",
+        "\x00",
+        "{}",
+        "{model: a, engine: {max_batch: many}}",
+        "{model: a, format: 2}",
+        "{model: a, figures: {load: {read_rate: 7}}}",
+        "{model: a, validation: [{answer: x}]}",
+        "{model: a, validation: [{name: x, tokens: abc}]}",
+        "{model: a, environment: {versions: [x]}}",
+        "model: !!python/object/apply:os.getcwd []",
+        "model: a\nconfig: &c {q: *c}",
+        "a0: &a0 [x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+        + "model: a",
+    ],
+)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(Refused, match="cannot be used"):
         Adaptation.read(tmp_path / "a.yaml")
     with pytest.raises(Refused, match="cannot be used"):
         Adaptation.read(tmp_path / "absent.yaml")
+
+
+def test_an_option_that_this_version_lacks_is_said(tmp_path: Path) -> None:
+    run = run_with(tmp_path, 10.0)
+    report = compare(Adaptation.read(saved(run, tmp_path / "a.yaml", engine={"quantum": True})), run)
+    assert [(finding.code, finding.found) for finding in report.findings] == [("usage", "quantum")]
 
 
 def test_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:
