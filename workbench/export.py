@@ -89,7 +89,7 @@ def card(run: Run, last: dict[str, Report]) -> dict[str, Any]:
         **newest,
         "verified": [_entry(report, run.record.command, newest) for report in last.values() if report.passed],
         "not_verified": [
-            *({"rung": r.verb, "status": r.status, "why": _why(r)} for r in last.values() if not r.passed),
+            *(_not_passed(report) for report in last.values() if not report.passed),
             *({"rung": verb, "status": "not run"} for verb in LADDER[:-1] if verb not in last),
             *(
                 {"rung": report.verb, "status": "skipped", "claim": check.name, "why": check.detail}
@@ -147,10 +147,17 @@ def _claim(check: Check) -> dict[str, Any]:
     }
 
 
+def _not_passed(report: Report) -> dict[str, Any]:
+    """A rung that did not pass: why, and what it claimed nevertheless, claim by claim."""
+    claims = [_claim(check) for check in report.checks if check.status in ("passed", "failed")]
+    said = {"rung": report.verb, "status": report.status, "why": _why(report)}
+    return {**said, "claims": claims} if claims else said
+
+
 def _why(report: Report) -> str:
     failed = [check.name for check in report.checks if check.status == "failed"]
     fatal_ones = [finding.message for finding in report.findings if finding.severity == "fatal"]
-    return "; ".join((*failed, *fatal_ones)[:3])
+    return "; ".join((*fatal_ones, *failed)[:3])
 
 
 def _passed(last: dict[str, Report]) -> str:

@@ -209,7 +209,7 @@ class AskBox:
     def show(self) -> AskBox:
         """Displays the controls and, in an output of its own, the transcript."""
         row = ipw.HBox([self._text, self._upload, self._sample, self._button], layout=ipw.Layout(flex_flow="row wrap"))
-        display(row, metadata={HAS_TWIN: True})  # type: ignore[no-untyped-call]
+        display(row, metadata={HAS_TWIN: True})
         self._handle = display(HTML(self.twin()), display_id=True)
         return self
 

@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE_S
 
 SHOWN = {  # what each page must show
     "10_scan_and_plan_a_giant": ("497,220 tensors", "2,779,931,837,184 parameters", "Memory by rank and role"),
-    "20_load_and_memory": ("resident bytes are those planned", "Memory by rank and role", "resident"),
+    "20_load_and_memory": ("resident bytes are those planned", "Memory by rank and role", "streamed", "Moo."),
     "30_new_architecture": ("unknown-architecture", "no kernel knows the activation snake", "2 of them changed"),
     "40_verify_and_bisect": (
         "first bad",

@@ -39,6 +39,14 @@ def test_a_rung_that_was_made_elsewhere_says_so_and_what_was_skipped_is_no_claim
     assert ("verify", "failed", None) in missing
     assert ("scan", "skipped", "it is as before") in missing
     assert ("load", "not run", None) in missing
+    (verify,) = [entry for entry in found["not_verified"] if entry["rung"] == "verify" and entry["status"] == "failed"]
+    assert verify["claims"][0] == {
+        "claim": "it is sound",
+        "verdict": "failed",
+        "figure": 1.23457,
+        "limit": 2.0,
+        "unit": "ms",
+    }
 
 
 def test_an_archive_holds_events_that_lie_in_the_log_of_an_open_database(tmp_path: Path) -> None:
