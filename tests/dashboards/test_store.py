@@ -119,7 +119,7 @@ def test_who_follows_is_told_of_every_change_and_asked_for_nothing_without(tmp_p
         follower.listen(lambda: told.append(follower.snapshot.readings_version))
         for count in range(1, 4):
             run.events.put(reading(float(count), 1.0))
-            until(lambda count=count: len(told) >= count, "it was not told")
+            until(lambda count=count: told[-1:] >= [count], "it was not told")
         seen = len(told)
         time.sleep(0.3)
         assert len(told) == seen

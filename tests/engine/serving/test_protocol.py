@@ -5,6 +5,7 @@ The server's clock is turned by the tests: nothing here depends on how fast the 
 
 import asyncio
 import json
+import queue
 import select
 import socket
 import threading
@@ -16,6 +17,7 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.serving.desk import Desk
 from firstlight.engine.serving.gate import may_enter
 from firstlight.engine.serving.health import Pulse
@@ -223,3 +225,14 @@ def test_what_can_be_looked_at_answers_head_as_well() -> None:
             asked, looked = client.get(path), client.head(path)
             assert (looked.status_code, looked.headers["content-type"]) == (503, asked.headers["content-type"])
         assert client.head("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "where", [{"port": 99999}, {"port": -1}, {"host": "no.such.host.invalid"}, {"host": "x" * 70}], ids=str
+)
+def test_a_place_that_cannot_be_listened_on_is_told_not_waited_for(where: dict[str, Any]) -> None:
+    told: queue.Queue[object] = queue.Queue()
+    Desk(Pulse(), HostOptions(token="secret", **where)).open(told.put, told.put)
+    reason = told.get(timeout=PATIENCE_S)
+    assert isinstance(reason, Refused), reason
+    assert "cannot listen" in str(reason)

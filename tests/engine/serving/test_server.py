@@ -180,17 +180,6 @@ def test_deltas_are_whole_characters_whatever_the_tokens(single: Engine) -> None
         assert all("\ufffd" not in delta.text or "\ufffd" in text for delta in deltas)
 
 
-@pytest.mark.parametrize(
-    "where", [{"port": 99999}, {"port": -1}, {"host": "no.such.host.invalid"}, {"host": "x" * 70}], ids=str
-)
-def test_a_place_that_cannot_be_listened_on_is_told_not_waited_for(where: dict[str, Any]) -> None:
-    told: queue.Queue[object] = queue.Queue()
-    Desk(Pulse(), HostOptions(token="secret", **where)).open(told.put, told.put)
-    reason = told.get(timeout=PATIENCE_S)
-    assert isinstance(reason, Refused), reason
-    assert "cannot listen" in str(reason)
-
-
 BAD_PICTURES: dict[str, tuple[Callable[[], str], str]] = {
     "truncated": (lambda: data_url(png(Image.effect_noise((64, 64), 80))[:200]), "bad-image"),
     "text": (lambda: data_url(b"not a picture"), "bad-image"),
@@ -302,21 +291,32 @@ def test_the_token_is_checked(host: Host) -> None:
 
 
 def test_a_client_that_leaves_frees_its_pages(host: Host, raw: httpx.Client) -> None:
+    """A crowd that was held up until the engine had answered it left nothing: another one comes."""
+    before, abandoned, has_left = host.client().stats().requests, 0, False
+    for crowds in range(1, 11):
+        has_left |= come_and_leave(raw)
+        until(lambda: idle(host), "the requests of clients that left still run")
+        ended = {reason: count - before[reason] for reason, count in host.client().stats().requests.items()}
+        assert ended["abort"] + ended["length"] == sum(ended.values())
+        assert 48 * crowds <= sum(ended.values()) <= 49 * crowds, "the last one may have left before it was heard"
+        if has_left and ended["abort"] - abandoned > 16:
+            return
+        abandoned = ended["abort"]
+    pytest.fail("more than a batch is not answered to its end where 48 leave")
+
+
+def come_and_leave(raw: httpx.Client) -> bool:
+    """Three times as many as run at once, and a request: whether that one left before it was answered."""
     body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-    before = host.client().stats().requests
     with ExitStack() as streams:
-        answers = [
-            streams.enter_context(raw.stream("POST", "/v1/completions", json=body | {"stream": True}))
-            for _ in range(48)  # three times what runs at once
-        ]
+        crowd = [raw.stream("POST", "/v1/completions", json=body | {"stream": True}) for _ in range(48)]
+        answers = [streams.enter_context(one) for one in crowd]
         next(answers[0].iter_lines())
-    with pytest.raises(httpx.ReadTimeout):
+    try:
         raw.post("/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE_S, read=0.05))
-    until(lambda: idle(host), "the requests of clients that left still run")
-    ended = {reason: count - before[reason] for reason, count in host.client().stats().requests.items()}
-    assert ended["abort"] > 16, "more than a batch was not answered to its end"
-    assert ended["abort"] + ended["length"] == sum(ended.values())
-    assert sum(ended.values()) in (48, 49), "the last one may have left before it was heard"
+    except httpx.ReadTimeout:
+        return True
+    return False
 
 
 def idle(host: Host) -> bool:

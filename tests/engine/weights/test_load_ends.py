@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from firstlight.engine.weights.loader import LoadProgress, load
 from firstlight.engine.weights.pages import reserve
 from firstlight.engine.weights.readers import Cancelled
 from firstlight.engine.weights.synthesize import synthesize
+from tests.costs import own_bytes
 from tests.engine.weights.files import LLAMA
 
 
@@ -39,11 +39,9 @@ def plan(home: Path) -> tuple[Checkpoint, RankPieces]:
 
 
 def left() -> tuple[int, list[str], int]:
-    """Resident bytes, threads and open files of this process."""
-    gc.collect()
-    process = psutil.Process()
+    """Bytes of memory, threads and open files of this process."""
     names = [one.name for one in threading.enumerate() if one.name.startswith(("read-", "pages-"))]
-    return process.memory_info().rss, names, len([one for one in process.open_files() if "large" in one.path])
+    return own_bytes(), names, len([one for one in psutil.Process().open_files() if "large" in one.path])
 
 
 def cancel_at(share: float, cancel: threading.Event) -> Callable[[LoadProgress], None]:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import gc
 import math
 import mmap
 import platform
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from firstlight.engine.weights.pages import (
     available_bytes,
     huge_page_bytes,
 )
+from tests.costs import own_bytes
 
 
 def has_collapse() -> bool:
@@ -31,11 +30,6 @@ def has_room() -> bool:
     """The system has huge pages to give without moving others' memory: a machine that ran for long may have none."""
     counts = [[int(word) for word in line.split()[4:]] for line in Path("/proc/buddyinfo").read_text().splitlines()]
     return sum(count << (order - 9) for zone in counts for order, count in enumerate(zone) if order >= 9) >= 200
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    return psutil.Process().memory_info().rss
 
 
 def test_tensors_are_aligned_contiguous_zero_and_do_not_overlap() -> None:
@@ -81,30 +75,30 @@ def test_any_size_is_reserved_exactly(nbytes: int) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_page_is_there_after_reserve(threads: int) -> None:
     nbytes = 64 << 20
-    before = resident_bytes()
+    before = own_bytes()
     pool = Pool.reserve(nbytes, "weights", threads=threads)
-    assert resident_bytes() - before >= nbytes * 0.98
+    assert own_bytes() - before >= nbytes * 0.98
     assert pool.report().reserve_s > 0
 
 
 def test_pages_come_with_their_first_use_if_asked() -> None:
     nbytes = 64 << 20
-    before = resident_bytes()
+    before = own_bytes()
     pool = Pool.reserve(nbytes, "weights", populate=False)
-    assert resident_bytes() - before < nbytes * 0.1
+    assert own_bytes() - before < nbytes * 0.1
     assert not pool.take((nbytes // 8,), torch.int64).fill_(1).eq(0).any()
-    assert resident_bytes() - before >= nbytes * 0.98
+    assert own_bytes() - before >= nbytes * 0.98
 
 
 def test_memory_goes_back_with_the_last_tensor_and_not_before() -> None:
     nbytes = 64 << 20
-    before = resident_bytes()
+    before = own_bytes()
     tensor = Pool.reserve(nbytes, "weights").take((nbytes // 4,), torch.float32)
-    assert resident_bytes() - before >= nbytes * 0.98
+    assert own_bytes() - before >= nbytes * 0.98
     tensor.fill_(2.0)
     assert tensor[-1] == 2.0
     del tensor
-    assert resident_bytes() - before < nbytes * 0.1
+    assert own_bytes() - before < nbytes * 0.1
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no transparent huge pages")
@@ -155,9 +149,9 @@ def test_read_bandwidth_is_of_this_world() -> None:
 
 
 def test_slow_huge_pages_are_not_waited_for() -> None:
-    before = resident_bytes()
+    before = own_bytes()
     pool = Pool.reserve(64 << 20, "weights", threads=2, slow_huge_page_s=0.0)
-    assert resident_bytes() - before >= (64 << 20) * 0.98
+    assert own_bytes() - before >= (64 << 20) * 0.98
     report = pool.report()
     assert report.huge_page_reason is not None
     assert "ms to provide a huge page" in report.huge_page_reason

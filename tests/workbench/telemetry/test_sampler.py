@@ -58,10 +58,11 @@ def test_the_machine_reads_itself() -> None:
 
 def test_the_engine_is_read_while_it_works_and_readings_carry_its_step(host: Host, tmp_path: Path) -> None:
     with EventWriter(tmp_path / "e.sqlite") as writer, Sampler(writer.put, host.client, 0.1) as sampler:
-        client = host.client()
+        client, reader = host.client(), EventReader(tmp_path / "e.sqlite")
+        until(lambda: "engine" in {one.device for _, one in reader.readings()})  # a rate needs two samples
         for _ in range(3):
             client.complete("what does a cow say?", params=SamplingParams(max_new_tokens=60, ignore_eos=True))
-        step, reader = client.stats().step, EventReader(tmp_path / "e.sqlite")
+        step = client.stats().step
         until(lambda: step in {one.step for _, one in reader.readings() if one.source == "psutil"})
         assert sampler.cost < 1.0
     seen = [one for _, one in reader.readings()]
