@@ -33,11 +33,14 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 def test_a_sound_engine_passes_with_its_batch_full_and_its_queue_used(host: Host) -> None:
-    report = stress(host.client(), requests=16, concurrency=8, tokens=16)
-    assert report.passed, [check for check in report.checks if check.status == "failed"]
-    assert report.value("running_most") == 4
-    assert report.value("requests") == 14, "two of sixteen clients leave"
-    assert not any(check.status == "skipped" for check in report.checks)
+    for _ in range(10):  # it looks 20 times a second: what one short burst does not show, another does
+        report = stress(host.client(), requests=16, concurrency=8, tokens=16)
+        assert report.passed, [check for check in report.checks if check.status == "failed"]
+        assert report.value("requests") == 14, "two of sixteen clients leave"
+        assert not any(check.status == "skipped" for check in report.checks)
+        if report.value("running_most") == 4:
+            return
+    pytest.fail("the batch was never seen full")
 
 
 class Leaky(EngineClient):

@@ -17,8 +17,9 @@ from firstlight.engine.weights.sources.retry import Retry
 from firstlight.engine.weights.synthesize import synthesize
 from tests.checkpoints import TINY
 from tests.engine.weights import far
+from tests.waiting import PATIENCE_S
 
-QUICK = Retry(attempts=2, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=0.5)
+QUICK = Retry(attempts=2, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=2 * PATIENCE_S)  # nothing here is slow
 FIRST = "model-00001-of-00002.safetensors"
 
 

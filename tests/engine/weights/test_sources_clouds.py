@@ -18,8 +18,9 @@ from firstlight.engine.weights.sources.retry import Retry
 from firstlight.engine.weights.synthesize import synthesize
 from tests.checkpoints import TINY
 from tests.engine.weights.stores import Azure, Google, Store, serving
+from tests.waiting import PATIENCE_S
 
-QUICK = Retry(attempts=2, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=2.0)
+QUICK = Retry(attempts=2, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=2 * PATIENCE_S)  # nothing here is slow
 CONTENT = random.Random(3).randbytes(2_500_000)
 
 
