@@ -190,7 +190,8 @@ def test_a_load_is_gone_through_layer_by_layer_and_claims_no_rate_then(
 
 def test_an_interrupt_ends_a_held_load(tmp_path: Path) -> None:
     script = (
-        "import _thread, sys, threading, time\n"
+        "import _thread, signal, sys, threading, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell has it ignored in what runs behind
         "from firstlight.workbench import NotebookBringup\n"
         "b = NotebookBringup(sys.argv[1], run=sys.argv[2], telemetry_hz=0)\n"
         "b.scan(), b.plan()\n"
