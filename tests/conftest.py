@@ -27,12 +27,16 @@ for profile, is_same in (("same", True), ("others", False)):
     )
 settings.load_profile("same")
 
-# Tests that stand on a browser, on Jupyter's kernels or on network namespaces: marked `outside`.
+# Tests that stand on a browser, Jupyter's kernels, other projects' servers of stores, Ray or network namespaces: marked
+# `outside`. What drives processes of ours alone is not among them: it waits for states, and a failure is ours.
 OUTSIDE = (
     "dashboards/test_figures.py",
     "dashboards/test_open_page.py",
     "dashboards/test_pages.py",
+    "engine/serving/test_ray.py",
     "engine/serving/test_two_hosts.py",
+    "engine/weights/test_sources_clouds.py",
+    "engine/weights/test_sources_s3.py",
     "notebooks/",
     "workbench/test_runbook.py",
 )
