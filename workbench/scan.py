@@ -19,6 +19,7 @@ from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import ModelSpec, VisionSpec
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
+from firstlight.engine.weights.lots import Consumed
 from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
 from firstlight.engine.weights.stock import Kind, by_dtype, stock
 from firstlight.engine.weights.uncollected import uncollected
@@ -261,6 +262,8 @@ def _destination(ledger: Ledger, kind: Kind) -> str:
         return with_numbers(ledger.fills[kind.pattern], kind.numbers)
     if kind.pattern in ledger.strangers:
         return "nothing"
+    if isinstance(ledger.consumed, Consumed) and (entered := ledger.consumed.entered(kind.pattern)) is not None:
+        return entered
     params = dict.fromkeys(param for name in kind.names for param in ledger.consumed.get(name, ()))
     if params:
         groups = grouped(params, str)

@@ -11,6 +11,7 @@ from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.model.spec import Param
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.lots import Parameters
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
 from firstlight.engine.weights.packed import FLOATS
 from firstlight.engine.weights.patterns import with_numbers
@@ -156,7 +157,7 @@ def scale_findings(
 
 def missing_findings(
     missing: Iterable[str],
-    params: Mapping[str, Param],
+    params: Parameters,
     candidates: Mapping[str, list[str]],
     tensors: Mapping[str, TensorInfo],
     tied_head: bool,
@@ -172,14 +173,13 @@ def missing_findings(
         return
     yield from _lost_findings([name for name in missing if name in lost], lost)
     missing = [name for name in missing if name not in lost]
-    everything = by_pattern(params) if missing else {}
     absent = _absent_layers(missing, params)
     whole = [name for name in missing if params[name].layer in absent]
     if whole and not any(_nearest(p, found, params, candidates, tensors) for p, found in by_pattern(whole).items()):
         yield _layers_finding(whole, absent)
         missing = [name for name in missing if params[name].layer not in absent]
     for pattern, names in by_pattern(missing).items():
-        total = len(everything[pattern])
+        total = params.count(pattern)
         way = "find the tensors under another name and add a weight rule; values are never made up"
         if near := _nearest(pattern, names, params, candidates, tensors):
             way = f"perhaps {near}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
@@ -195,12 +195,12 @@ def missing_findings(
         )
 
 
-def _absent_layers(missing: Iterable[str], params: Mapping[str, Param]) -> list[int]:
+def _absent_layers(missing: Iterable[str], params: Parameters) -> list[int]:
     """Layers of which nothing is there."""
     lacking = Counter(params[name].layer for name in missing)
     if not lacking:
         return []
-    every = Counter(param.layer for param in params.values())
+    every = params.in_layers()
     return sorted(n for n, count in lacking.items() if count == every[n] and n not in (FIRST_STAGE, LAST_STAGE))
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.lines import Ints
 from firstlight.engine.weights.names import filled, keys, numbers_in, radixes
 from firstlight.engine.weights.patterns import bare
@@ -33,6 +34,11 @@ class ColumnKind(Kind):
 
     def those(self, chosen: Sequence[bool]) -> Kind:
         return ColumnKind(self._table, self._kind, self._rows[np.array(chosen)])
+
+    def at(self, places: Sequence[int]) -> Sequence[TensorInfo]:
+        if isinstance(places, range):
+            return self.tensors
+        return Rows(self._table, self._kind, self._rows[np.array(places, np.int64)])
 
     def beside(self, other: Kind) -> Sequence[int] | None:
         if self.is_numbered_like(other):

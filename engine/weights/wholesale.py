@@ -35,21 +35,24 @@ class Book(Protocol):
     sources: Sources
     consumed: Consumed
     fills: dict[str, str]
+    rest: dict[str, Kind]
     plain: list[str]
 
 
 class _Weights(msgspec.Struct, frozen=True):
     """Weights of one kind: their names' pattern, shape, first tensors, and, quantized, all of their tensors.
 
-    `kinds`: kinds of which all members are tensors of these weights.
+    `kinds`: all their tensors. `whole`: patterns of which no other tensor is; `rest`: what else there is of others.
     """
 
     pattern: str
     shape: tuple[int, ...]
     mains: Kind
     kinds: tuple[Kind, ...]
+    whole: tuple[str, ...]
     format: Format | None = None
     parts: tuple[Sequence[TensorInfo], ...] = ()
+    rest: tuple[Kind, ...] = ()
 
 
 def enter_kinds(book: Book, kinds: Iterable[Kind], matcher: Matcher) -> None:
@@ -61,7 +64,7 @@ def enter_kinds(book: Book, kinds: Iterable[Kind], matcher: Matcher) -> None:
             _enter(book, weights, matcher)
     for kind in many:
         if kind.dtypes[0] in FLOATS and kind.first not in book.consumed:
-            _enter(book, _Weights(kind.pattern, kind.shapes[0], kind, (kind,)), matcher)
+            _enter(book, _Weights(kind.pattern, kind.shapes[0], kind, (kind,), (kind.pattern,)), matcher)
 
 
 def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights | None:
@@ -92,7 +95,17 @@ def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights |
         each = {suffix: (other, list(compress(places, complete))) for suffix, (other, places) in each.items()}
         kind = kind.those(complete)
     there = {suffix: other.at(places) for suffix, (other, places) in each.items()}
-    whole = [other for suffix, (other, _) in each.items() if len(there[suffix]) == len(other.tensors)]
+    kinds_of, rest = [], []
+    for suffix, (other, places) in each.items():
+        if len(there[suffix]) == len(other.tensors):
+            kinds_of.append(other)
+            continue
+        mine = set(places)
+        chosen = [place in mine for place in range(len(other.tensors))]
+        kinds_of.append(other.those(chosen))
+        rest.append(other.those([not one for one in chosen]))
+    more = {kind.pattern for kind in rest}
+    whole = tuple(kind.pattern for kind in kinds_of if kind.pattern not in more)
     first = {suffix: found[0] for suffix, found in there.items()}
     main = next((first[suffix] for suffix, (other, _) in each.items() if other.pattern == kind.pattern), None)
     form = fitting(format_, main, first) if main is not None else None
@@ -101,7 +114,8 @@ def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights |
     shape = form.weight_shape(kind.shapes[0])
     if shape is None:
         return None
-    return _Weights(weight, shape, kind, tuple(whole), form, tuple(there[part.suffix] for part in form.parts))
+    parts = tuple(there[part.suffix] for part in form.parts)
+    return _Weights(weight, shape, kind, tuple(kinds_of), whole, form, parts, tuple(rest))
 
 
 def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
@@ -118,29 +132,35 @@ def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
     shape = _with_columns(weights, first, shapes)
     if shapes != {shape}:
         return
-    is_lot = pattern not in book.fills.values() and (roles := book.params.covered(pattern, mains, shape)) is not None
+    roles = book.params.covered(pattern, mains, shape)
+    is_lot = roles is not None and pattern not in book.fills.values()
     if is_lot and (weights.format is not None or _is_meant(book, weights, len(shape), roles)):
         lot = Lot(pattern, weights.pattern, shape, mains, weights.kinds, weights.format, weights.parts)
         book.params.cover(pattern)
         book.sources.add(lot)
         book.consumed.add(lot)
-    elif is_lot or not _enter_each(book, weights, pattern, shape):
+    elif is_lot or not _enter_each(book, weights, pattern, shape, roles):
         return
-    book.fills.update((kind.pattern, pattern) for kind in weights.kinds)
+    book.fills.update(dict.fromkeys(weights.whole, pattern))
+    book.rest.update((kind.pattern, kind) for kind in weights.rest)
 
 
-def _enter_each(book: Book, weights: _Weights, pattern: str, shape: tuple[int, ...]) -> bool:
-    """Weights of which some parameters may be lacking, name by name; whether that could be done."""
+def _enter_each(
+    book: Book, weights: _Weights, pattern: str, shape: tuple[int, ...], roles: frozenset[str] | None
+) -> bool:
+    """Weights of which some parameters or parts may be lacking, name by name; whether that could be done.
+
+    `roles`: of the parameters, where all are known to be there and of that shape.
+    """
     names = weights.mains.as_names(weights.pattern)
     filled = weights.mains.as_names(pattern)
-    if names is None or filled is None:
+    if names is None or filled is None or not book.sources.lacks_all(pattern, filled):
         return False
-    params = list(map(book.params.get, filled))
-    if not all(params) or not book.sources.keys().isdisjoint(filled):
-        return False
-    roles = frozenset(map(_role_of, params))
-    if set(map(_shape_of, params)) != {shape}:
-        return False
+    if roles is None:
+        params = list(map(book.params.get, filled))
+        if not all(params) or set(map(_shape_of, params)) != {shape}:
+            return False
+        roles = frozenset(map(_role_of, params))
     if weights.format is None and not _is_meant(book, weights, len(shape), roles):
         return False
     region: Region = tuple((0, size, 1) for size in shape)
