@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import Param
 from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE
+from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.lots import Parameters
+from firstlight.engine.weights.lots import Parameters, experts
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
-from firstlight.engine.weights.packed import FLOATS
-from firstlight.engine.weights.patterns import with_numbers
+from firstlight.engine.weights.packed import FLOATS, weight_name
+from firstlight.engine.weights.patterns import bare, named, with_numbers
 from firstlight.engine.weights.source import Source
 
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
@@ -219,14 +221,16 @@ def _layers_finding(names: list[str], layers: list[int]) -> Finding:
 
 def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Finding]:
     """One finding a file for all that it should have held."""
-    for file in dict.fromkeys(lost[name] for name in names):
-        mine = tuple(name for name in names if lost[name] == file)
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(lost[name], []).append(name)
+    for file, mine in by_file.items():
         yield fatal(
             "missing-tensor",
             f"{len(mine):,} {'parameter has' if len(mine) == 1 else 'parameters have'} no source, since {file} is not "
             "there or cannot be read",
             file=file,
-            tensors=mine,
+            tensors=tuple(mine),
             expected=f"{len(mine):,} filled",
             found="0 filled",
             next=f"fetch {file} again, which holds them",
@@ -279,3 +283,35 @@ def _unconsumed(what: str, names: list[str], tensors: Mapping[str, TensorInfo]) 
         found="no rule",
         next="add the rule to the family file: dropping weights in silence is not offered",
     )
+
+
+def lost(checkpoint: Checkpoint, matcher: Matcher, params: Parameters) -> dict[str, str]:
+    """Parameters whose tensors are in files that are absent or broken, as the index has it: parameter -> file."""
+    found: dict[str, str] = {}
+    for finding in checkpoint.findings:
+        if finding.severity == "fatal" and finding.file:
+            names = [name for name in finding.tensors if name not in checkpoint.tensors]
+            for pattern, group_ in by_pattern(names).items():
+                found.update(dict.fromkeys(_filled(pattern, group_, matcher, params), finding.file))
+    if not checkpoint.tensors and len(checkpoint.shards) == 1:  # there is one file, and it cannot be read
+        (file,) = checkpoint.shards
+        found.update((name, file) for name in params if name not in found)
+    return found
+
+
+def _filled(pattern: str, names: list[str], matcher: Matcher, params: Parameters) -> Iterator[str]:
+    """The parameters that tensors of one pattern would fill, whatever their shapes."""
+    weights = [weight_name(name) or name for name in names]
+    template = matcher.match_kind(weight_name(pattern) or pattern, weights[0], lambda: weights)
+    for param in template[1] if template is not None else ():
+        filled = named(bare(pattern, names), len(names), param)
+        if "{e}" in param or filled is None:
+            break
+        yield from filled
+    else:
+        if template is not None:
+            return
+    for weight in weights:
+        match = matcher.match(weight)
+        for param in match.params if match is not None else ():
+            yield from experts(param, params)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, takewhile
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from firstlight.engine.weights.gaps import (
     MOST_NAMED,
     Problem,
     left_over,
+    lost,
     missing_findings,
     scale_findings,
     shape_problem,
@@ -35,23 +35,21 @@ from firstlight.engine.weights.gaps import (
 )
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
-from firstlight.engine.weights.lots import Consumed, Parameters, Sources
+from firstlight.engine.weights.lots import Consumed, Parameters, Sources, experts
 from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
 from firstlight.engine.weights.packed import (
     FLOATS,
     group,
     left_out,
     misfit,
-    part_names,
-    suffixes,
-    weight_name,
     with_columns,
 )
+from firstlight.engine.weights.packed import Problem as Mismatch
 from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padded_findings
 from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
-from firstlight.engine.weights.wholesale import enter_kinds
+from firstlight.engine.weights.wholesale import enter_kinds, strangers
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
@@ -119,12 +117,14 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     book = _Book(params, checkpoint, scheme)
     kinds = stock(checkpoint.tensors) if kinds is None else kinds
     enter_kinds(book, kinds, matcher)
-    book.strangers = _strangers([kind for kind in kinds if kind.pattern not in book.fills], matcher, scheme)
-    strange = {kind.pattern for kind in book.strangers} | book.fills.keys()
+    book.strangers = strangers(
+        [kind for kind in kinds if kind.pattern not in book.fills.keys() | book.entered], matcher, scheme
+    )
+    strange = {kind.pattern for kind in book.strangers} | book.fills.keys() | book.entered
     left = (book.rest.get(kind.pattern, kind) for kind in kinds if kind.pattern not in strange)
     rest = (tensor for kind in left for tensor in kind.tensors)
     others = {tensor.name: tensor for tensor in rest if tensor.name not in book.consumed}
-    grouped = group(others, scheme)
+    grouped = group(others, scheme, book.broken)
     book.findings.extend((*findings, *grouped.findings))
     for tensor in others.values():
         if tensor.name in grouped.companions:
@@ -135,38 +135,9 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
         else:
             broken = grouped.broken.get(tensor.name)
             book.enter(tensor, matcher.match(broken or tensor.name), sound=broken is None)
-    book.leave_out(grouped.companions)
+    book.leave_out(grouped.companions | book.beside)
     book.settle_head(spec)
-    return book.close(spec, _lost(checkpoint, matcher, params))
-
-
-def _strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[Kind]:
-    """Kinds of which nothing can be consumed: weights that no rule speaks of, and the scales beside these alone."""
-    strange: dict[str, str] = {}
-    known: set[str] = set()
-    for kind in kinds:
-        weight = weight_name(kind.pattern)
-        if weight is not None and _is_strange(kind, weight, matcher, scheme):
-            strange[kind.pattern] = weight
-        elif weight is not None:
-            known.add(weight)
-    parts = {part.suffix: part for format_ in scheme.formats for part in suffixes(format_)}
-    weights = {weight for weight in strange.values() if weight not in known}
-    beside = {name for weight in weights for part in parts.values() for name in part_names(weight, part)}
-    return [
-        kind
-        for kind in kinds
-        if kind.pattern in strange or (kind.pattern in beside and matcher.knows_none_of(kind.pattern))
-    ]
-
-
-def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:
-    """Whether no rule speaks of the tensors of a kind, which hold weights as they are, or codes in a known format."""
-    if not matcher.knows_none_of(kind.pattern):
-        return False
-    if FLOATS.issuperset(kind.dtypes):  # no codes, whatever they are called
-        return True
-    return bool(scheme.formats) and matcher.knows_none_of(weight)
+    return book.close(spec, lost(checkpoint, matcher, params))
 
 
 def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
@@ -180,20 +151,6 @@ def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
         return scheme, said
     except Refused as refused:
         return Scheme(), refused.findings
-
-
-def _lost(checkpoint: Checkpoint, matcher: Matcher, params: Parameters) -> dict[str, str]:
-    """Parameters whose tensors are in files that are absent or broken, as the index has it: parameter -> file."""
-    found: dict[str, str] = {}
-    for finding in checkpoint.findings:
-        for name in finding.tensors if finding.severity == "fatal" and finding.file else ():
-            match = matcher.match(weight_name(name) or name) if name not in checkpoint.tensors else None
-            for param in match.params if match else ():
-                found.update(dict.fromkeys(_experts(param, params), finding.file or ""))
-    if not checkpoint.tensors and len(checkpoint.shards) == 1:  # there is one file, and it cannot be read
-        (file,) = checkpoint.shards
-        found.update((name, file) for name in params if name not in found)
-    return found
 
 
 class _Book:
@@ -213,7 +170,10 @@ class _Book:
         self.padded: dict[str, Param] = {}  # longer tensor -> the parameter that its first rows are
         self.regions: dict[tuple[int, ...], Region] = {}
         self.fills: dict[str, str] = {}
-        self.rest: dict[str, Kind] = {}
+        self.rest: dict[str, Kind] = {}  # of a kind that was entered at once but for these
+        self.broken: dict[Mismatch, list[TensorInfo]] = {}  # why codes are no weights -> these codes
+        self.beside: set[str] = set()  # scales of these
+        self.entered: set[str] = set()  # kinds of these scales
         self.plain: list[str] = []  # though announced as quantized
         self.companions: set[str] = set()
         self.strangers: list[Kind] = []  # of which nothing is consumed
@@ -286,7 +246,7 @@ class _Book:
 
     def _broken(self, tensor: TensorInfo, match: Match) -> list[str]:
         """Enters what a weight that cannot be put together would have filled: why it cannot is a finding already."""
-        filled = [name for param in match.params for name in _experts(param, self.params) if name in self.params]
+        filled = [name for param in match.params for name in experts(param, self.params) if name in self.params]
         for name in filled:
             self.sources.setdefault(name, Source(tensor.name, ()))
         self.consumed[tensor.name] = tuple(filled)
@@ -454,15 +414,6 @@ def _of_packed(source: Source, packed: Packed) -> Source:
     if packed.format.swapped and len(region) > 1:
         region, transpose = (*region[:-2], region[-1], region[-2]), not transpose
     return Source(source.tensor, region, transpose, packed=packed)
-
-
-def _experts(param: str, params: Mapping[str, Param]) -> Iterator[str]:
-    """A parameter, or each expert's that a stacked tensor fills."""
-    if "{e}" not in param:
-        yield param
-        return
-    names = (param.replace("{e}", str(expert)) for expert in count())
-    yield from takewhile(params.__contains__, names)
 
 
 def equal_tensors(checkpoint: Checkpoint, first: str, second: str, step_bytes: int = 8 << 20) -> bool:

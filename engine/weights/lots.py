@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain, count, repeat, takewhile
 from typing import TypeVar
 
 import msgspec
@@ -166,6 +166,15 @@ def _named(pattern: str, numbers: Sequence[Sequence[int]]) -> set[str]:
         return {f"{before}{number}{between[0]}" for number in numbers[0]}
     inner = [f"{between[0]}{number}{between[1]}" for number in numbers[1]]
     return {f"{before}{number}{end}" for number in numbers[0] for end in inner}
+
+
+def experts(param: str, params: Mapping[str, Param]) -> Iterator[str]:
+    """A parameter, or each expert's that a stacked tensor fills."""
+    if "{e}" not in param:
+        yield param
+        return
+    names = (param.replace("{e}", str(expert)) for expert in count())
+    yield from takewhile(params.__contains__, names)
 
 
 class Lot:

@@ -60,12 +60,18 @@ class Grouped(NamedTuple):
     findings: tuple[Finding, ...]
 
 
-def group(tensors: Mapping[str, TensorInfo], scheme: Scheme) -> Grouped:
+def group(
+    tensors: Mapping[str, TensorInfo], scheme: Scheme, broken: Mapping[Problem, list[TensorInfo]] | None = None
+) -> Grouped:
     """Finds the quantized weights among all tensors of a checkpoint.
 
-    A weight whose parts are missing or of another shape is broken, and a finding says why.
+    A weight whose parts are missing or of another shape is broken, and a finding says why. `broken`: codes that have
+    been found to be no weights already, by what is wrong; they are said with the others.
     """
     book = _Grouping(tensors, scheme)
+    for problem, codes in (broken or {}).items():
+        book.problems[problem] = [tensor.name for tensor in codes]
+        book.firsts[codes[0].name] = codes[0]
     for tensor in tensors.values():
         if tensor.dtype not in FLOATS and (name := weight_name(tensor.name)) is not None:
             book.enter(name, tensor)
@@ -108,6 +114,7 @@ class _Grouping:
         self.companions: set[str] = set()
         self.broken: dict[str, str] = {}
         self.problems: dict[Problem, list[str]] = {}
+        self.firsts: dict[str, TensorInfo] = {}  # of those that were found elsewhere
         self.unannounced: dict[str, list[str]] = {}
         self.unknown: list[str] = []
         self.suffixes = {format_: suffixes(format_) for format_ in scheme.formats}
@@ -167,7 +174,8 @@ class _Grouping:
         return Packed(name, shape, form, parts)
 
     def close(self) -> Grouped:
-        findings = [_wrong(problem, names, self.tensors) for problem, names in self.problems.items()]
+        tensors = {**self.firsts, **self.tensors} if self.firsts else self.tensors
+        findings = [_wrong(problem, names, tensors) for problem, names in self.problems.items()]
         findings += [_not_announced(format_, names, self.tensors) for format_, names in self.unannounced.items()]
         if self.unknown:
             findings.append(_unknown(self.unknown, self.tensors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 
 import msgspec
 import numpy as np
@@ -40,6 +40,9 @@ class WeightMap(Mapping[str, str]):
     def values(self) -> ValuesView[str]:
         return _Values(self)
 
+    def items(self) -> ItemsView[str, str]:
+        return _Items(self)
+
     def names_in(self, file: str) -> list[str]:
         """The tensors of one file, in the order of the index."""
         number = self.files.index(file) if file in self.files else -1
@@ -56,6 +59,13 @@ class _Values(ValuesView[str]):
 
     def __iter__(self) -> Iterator[str]:
         return map(self._mapping.files.__getitem__, self._mapping.file.tolist())
+
+
+class _Items(ItemsView[str, str]):
+    _mapping: WeightMap
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return zip(self._mapping, self._mapping.values(), strict=True)
 
 
 def read_weight_map(text: bytes) -> tuple[WeightMap, bytes] | None:

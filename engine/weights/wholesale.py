@@ -19,7 +19,15 @@ from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.lots import Consumed, Lot, Parameters, Sources, with_numbers_of
-from firstlight.engine.weights.packed import FLOATS, fitting, part_names, suffixes, weight_name, with_columns
+from firstlight.engine.weights.packed import (
+    FLOATS,
+    Problem,
+    fitting,
+    part_names,
+    suffixes,
+    weight_name,
+    with_columns,
+)
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind
 
@@ -36,6 +44,9 @@ class Book(Protocol):
     consumed: Consumed
     fills: dict[str, str]
     rest: dict[str, Kind]
+    broken: dict[Problem, list[TensorInfo]]
+    beside: set[str]
+    entered: set[str]
     plain: list[str]
 
 
@@ -43,6 +54,7 @@ class _Weights(msgspec.Struct, frozen=True):
     """Weights of one kind: their names' pattern, shape, first tensors, and, quantized, all of their tensors.
 
     `kinds`: all their tensors. `whole`: patterns of which no other tensor is; `rest`: what else there is of others.
+    `problem`: why codes and scales, all alike, are no weights.
     """
 
     pattern: str
@@ -53,6 +65,7 @@ class _Weights(msgspec.Struct, frozen=True):
     format: Format | None = None
     parts: tuple[Sequence[TensorInfo], ...] = ()
     rest: tuple[Kind, ...] = ()
+    problem: Problem | None = None
 
 
 def enter_kinds(book: Book, kinds: Iterable[Kind], matcher: Matcher) -> None:
@@ -109,6 +122,8 @@ def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights |
     first = {suffix: found[0] for suffix, found in there.items()}
     main = next((first[suffix] for suffix, (other, _) in each.items() if other.pattern == kind.pattern), None)
     form = fitting(format_, main, first) if main is not None else None
+    if isinstance(form, tuple) and main is not None:
+        return _Weights(weight, (), kind, tuple(kinds_of), whole, rest=tuple(rest), problem=form)
     if not isinstance(form, Format) or form.swapped:
         return None
     shape = form.weight_shape(kind.shapes[0])
@@ -120,7 +135,7 @@ def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights |
 
 def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
     mains = weights.mains
-    first = mains.first if weights.format is None else with_numbers_of(mains.first, weights.pattern)
+    first = mains.first if weights.pattern == mains.pattern else with_numbers_of(mains.first, weights.pattern)
     found = matcher.match_kind(weights.pattern, first, lambda: mains.as_names(weights.pattern) or ())
     if found is None:
         return
@@ -129,6 +144,9 @@ def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
         return
     pattern = patterns[0]
     shapes = book.params.shapes(pattern)
+    if weights.problem is not None:
+        _enter_broken(book, weights, pattern, shapes, weights.problem)
+        return
     shape = _with_columns(weights, first, shapes)
     if shapes != {shape}:
         return
@@ -142,6 +160,25 @@ def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
     elif is_lot or not _enter_each(book, weights, pattern, shape, roles):
         return
     book.fills.update(dict.fromkeys(weights.whole, pattern))
+    book.rest.update((kind.pattern, kind) for kind in weights.rest)
+
+
+def _enter_broken(book: Book, weights: _Weights, pattern: str, shapes: set[tuple[int, ...]], problem: Problem) -> None:
+    """Codes that are no weights, all for one reason: the parameters are theirs, and nothing can be read."""
+    mains = weights.mains
+    if len(shapes) != 1 or pattern in book.fills.values() or not book.params.covered(pattern, mains, *shapes):
+        return
+    (codes,) = (kind for kind in weights.kinds if kind.pattern == mains.pattern)
+    lot = Lot(pattern, weights.pattern, (), codes, (codes,))
+    book.params.cover(pattern)
+    book.sources.add(lot)
+    book.consumed.add(lot)
+    book.broken.setdefault(problem, []).extend(codes.tensors)
+    for kind in weights.kinds:
+        if kind is not codes:
+            book.beside.update(kind.names)
+    book.fills.update({name: pattern for name in weights.whole if name == codes.pattern})
+    book.entered.update(name for name in weights.whole if name != codes.pattern)
     book.rest.update((kind.pattern, kind) for kind in weights.rest)
 
 
@@ -196,3 +233,32 @@ def _is_meant(book: Book, weights: _Weights, dims: int, roles: frozenset[str] | 
     if book.scheme.of(weights.mains.first.removesuffix(".weight")) is not None:
         book.plain.extend(weights.mains.names)
     return True
+
+
+def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[Kind]:
+    """Kinds of which nothing can be consumed: weights that no rule speaks of, and the scales beside these alone."""
+    strange: dict[str, str] = {}
+    known: set[str] = set()
+    for kind in kinds:
+        weight = weight_name(kind.pattern)
+        if weight is not None and _is_strange(kind, weight, matcher, scheme):
+            strange[kind.pattern] = weight
+        elif weight is not None:
+            known.add(weight)
+    parts = {part.suffix: part for format_ in scheme.formats for part in suffixes(format_)}
+    weights = {weight for weight in strange.values() if weight not in known}
+    beside = {name for weight in weights for part in parts.values() for name in part_names(weight, part)}
+    return [
+        kind
+        for kind in kinds
+        if kind.pattern in strange or (kind.pattern in beside and matcher.knows_none_of(kind.pattern))
+    ]
+
+
+def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:
+    """Whether no rule speaks of the tensors of a kind, which hold weights as they are, or codes in a known format."""
+    if not matcher.knows_none_of(kind.pattern):
+        return False
+    if FLOATS.issuperset(kind.dtypes):  # no codes, whatever they are called
+        return True
+    return bool(scheme.formats) and matcher.knows_none_of(weight)

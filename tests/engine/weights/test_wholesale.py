@@ -91,6 +91,18 @@ CHANGES: dict[str, Callable[[list[Stored]], Any]] = {
         (n, d, (3072, 56)) if n == f"{EXPERT}w1.weight_scale" else (n, d, s) for n, d, s in t
     ],
     "codes of another dtype": lambda t: [(n, "I64" if n == f"{EXPERT}w1.weight_packed" else d, s) for n, d, s in t],
+    "a whole kind of scales of another shape": lambda t: [
+        (n, d, (s[0], 2 * s[1])) if n.endswith("w1.weight_scale") else (n, d, s) for n, d, s in t
+    ],
+    "a whole kind of scales is not there": lambda t: [item for item in t if not item[0].endswith("w1.weight_scale")],
+    "a whole kind of codes in a plain dtype": lambda t: [
+        (n, "BF16" if n.endswith("w1.weight_packed") else d, s) for n, d, s in t
+    ],
+    "two layers are not there": lambda t: [
+        item for item in t if ".layers.3." not in item[0] and ".layers.5." not in item[0]
+    ],
+    "a shard is not there, codes and scales cut apart": lambda t: t[:500] + t[601:],
+    "other names throughout": lambda t: [(f"other.{n}", d, s) for n, d, s in t],
     "an expert too many": lambda t: [*t, *((n.replace(".5.", ".12."), d, s) for n, d, s in t if EXPERT in n)],
     "a name misspelt": lambda t: [(n.replace("w3", "w4") if EXPERT in n else n, d, s) for n, d, s in t],
     "a whole kind misspelt": lambda t: [(n.replace(".w3.", ".w4."), d, s) for n, d, s in t],
