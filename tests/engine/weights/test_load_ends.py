@@ -23,6 +23,8 @@ from firstlight.engine.weights.synthesize import synthesize
 from tests.costs import own_bytes
 from tests.engine.weights.files import LLAMA
 
+ROUNDS = 5
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,10 +40,18 @@ def plan(home: Path) -> tuple[Checkpoint, RankPieces]:
     return checkpoint, rank_pieces(spec, Mesh(), 0, "F32", account(checkpoint, spec, matcher))
 
 
-def left() -> tuple[int, list[str], int]:
-    """Bytes of memory, threads and open files of this process."""
-    names = [one.name for one in threading.enumerate() if one.name.startswith(("read-", "pages-"))]
-    return own_bytes(), names, len([one for one in psutil.Process().open_files() if "large" in one.path])
+def leaves_nothing(end: Callable[[], object], nbytes: int) -> None:
+    """No thread, no open file, and no memory: what stays each time, not what a process comes to have once."""
+
+    def kept_bytes() -> int:
+        before = own_bytes()
+        end()
+        kept = own_bytes() - before
+        assert not [one.name for one in threading.enumerate() if one.name.startswith(("read-", "pages-"))]
+        assert not [one for one in psutil.Process().open_files() if "large" in one.path]
+        return kept
+
+    assert any(kept_bytes() < 0.1 * nbytes for _ in range(ROUNDS))
 
 
 def cancel_at(share: float, cancel: threading.Event) -> Callable[[LoadProgress], None]:
@@ -56,57 +66,60 @@ def cancel_at(share: float, cancel: threading.Event) -> Callable[[LoadProgress],
 def test_a_cancelled_load_gives_everything_back(home: Path, share: float) -> None:
     checkpoint, pieces = plan(home)
     assert pieces.nbytes > 50e6
-    before, _, _ = left()
-    cancel = threading.Event()
-    with pytest.raises(Cancelled):
-        load(checkpoint, pieces, threads=2, progress=cancel_at(share, cancel), cancel=cancel)
-    after, threads, files = left()
-    assert after - before < 0.1 * pieces.nbytes
-    assert (threads, files) == ([], 0)
+
+    def end() -> None:
+        cancel = threading.Event()
+        with pytest.raises(Cancelled):
+            load(checkpoint, pieces, threads=2, progress=cancel_at(share, cancel), cancel=cancel)
+
+    leaves_nothing(end, pieces.nbytes)
 
 
 def test_an_interrupt_gives_everything_back(home: Path) -> None:
     checkpoint, pieces = plan(home)
-    before, _, _ = left()
 
     def interrupted(_: LoadProgress) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        load(checkpoint, pieces, progress=interrupted)
-    after, threads, files = left()
-    assert after - before < 0.1 * pieces.nbytes
-    assert (threads, files) == ([], 0)
+    def end() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            load(checkpoint, pieces, progress=interrupted)
+
+    leaves_nothing(end, pieces.nbytes)
 
 
 def test_a_file_that_is_cut_gives_everything_back(home: Path, tmp_path: Path) -> None:
     checkpoint, pieces = plan(home)
     last = home / checkpoint.shards[-1]
     content = last.read_bytes()
-    before, _, _ = left()
-    last.write_bytes(content[:-1000])
-    try:
+
+    def end() -> None:
         with pytest.raises(Refused):
             load(checkpoint, pieces, threads=2)
+
+    last.write_bytes(content[:-1000])
+    try:
+        leaves_nothing(end, pieces.nbytes)
     finally:
         last.write_bytes(content)
-    after, threads, files = left()
-    assert after - before < 0.1 * pieces.nbytes
-    assert (threads, files) == ([], 0)
 
 
 def test_memory_that_was_reserved_before_is_what_weights_lie_in(home: Path) -> None:
     """And it is waited for no longer than it takes to come."""
     checkpoint, pieces = plan(home)
-    pages = reserve((storage.nbytes for storage in pieces.storages), threads=1)
-    pages.wait()
-    before, _, _ = left()
-    weights = load(checkpoint, pieces, reserved=pages)
-    after, _, _ = left()
-    assert after - before < 0.1 * pieces.nbytes, "no second copy"
-    assert weights.pool.waited_s == pages.waited_s
     whole: dict[str, Any] = load(checkpoint, pieces).params
-    assert all((weights.params[name] == value).all() for name, value in whole.items())
+
+    def grown_bytes() -> int:
+        pages = reserve((storage.nbytes for storage in pieces.storages), threads=1)
+        pages.wait()
+        before = own_bytes()
+        weights = load(checkpoint, pieces, reserved=pages)
+        grown = own_bytes() - before
+        assert weights.pool.waited_s == pages.waited_s
+        assert all((weights.params[name] == value).all() for name, value in whole.items())
+        return grown
+
+    assert any(grown_bytes() < 0.1 * pieces.nbytes for _ in range(ROUNDS)), "a second copy"
 
 
 def test_memory_for_something_else_is_our_own_mistake(home: Path) -> None:

@@ -86,8 +86,9 @@ def test_near_pieces_share_a_system_call(
     calls = []
 
     def counted(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        found = preadv(descriptor, buffers, offset, flags)  # not every file system takes every flag
         calls.append(offset)
-        return preadv(descriptor, buffers, offset, flags)
+        return found
 
     preadv = os.preadv
     monkeypatch.setattr(local.os, "preadv", counted)
