@@ -103,7 +103,8 @@ class ExpertCache:
             slots = self.hold(site, group)
             rows = [len(places[one]) for one in group]
             place_M = torch.tensor([place for one in group for place in places[one]], dtype=torch.int64)
-            slot_M1 = torch.tensor(slots, dtype=ids_Tk.dtype).repeat_interleave(torch.tensor(rows), dim=0)[:, None]
+            rows_of = torch.tensor(rows, dtype=torch.int64)  # said, for none of the chosen experts may be here
+            slot_M1 = torch.tensor(slots, dtype=ids_Tk.dtype).repeat_interleave(rows_of, dim=0)[:, None]
             place_M, slot_M1 = place_M.to(ids_Tk.device), slot_M1.to(ids_Tk.device)
             part_MH = call(place_M, slot_M1, bank.tensors, bank.experts_of(site))
             if sum_TH is None:
@@ -270,7 +271,7 @@ def _counts(
     bytes_of = {key: _expert_bytes(sites[own[0]]) for key, own in groups.items()}
     whole = sum(all_of[key] * bytes_of[key] for key in groups)
     left = budget_bytes - other_bytes
-    counts = {key: min(all_of[key], math.floor(left * all_of[key] / whole)) for key in groups}
+    counts = {key: min(all_of[key], left * all_of[key] // whole) for key in groups}
     if any(count < 1 for count in counts.values()):
         least = other_bytes + max(math.ceil(whole / all_of[key]) for key in groups)
         raise too_small(budget_bytes, least, "one expert of each kind, and what is always there")

@@ -290,6 +290,14 @@ def test_one_rank_of_several_holds_its_own_experts(checkpoint: Get, held: Callab
     (places,) = seen
     assert places.tolist() == [0, 3], "another rank's expert is not asked for"
 
+    def none_of(places_M: torch.Tensor, slots_M1: torch.Tensor, *_: object) -> torch.Tensor:
+        assert (places_M.numel(), slots_M1.shape, slots_M1.dtype) == (0, (0, 1), ids.dtype)
+        return torch.zeros(0, 1)
+
+    before = cached.experts.report()
+    assert cached.experts.routed(site, torch.tensor([[99, -1]]), 0, none_of).tolist() == [[0.0]]
+    assert cached.experts.report() == before, "a token whose experts are all of other ranks reads nothing"
+
 
 def test_a_dense_model_has_no_experts_to_fetch(checkpoint: Get, held: Callable[..., Held]) -> None:
     with pytest.raises(Refused, match="no experts"):
