@@ -73,7 +73,7 @@ def metrics(found: Mapping[str, Metric], prefix: str = "") -> str:
     lines = [(name, one) for name, one in shown.items() if not words.is_number(one.value)]
     plain = [_plain_name(name) for name, _ in items]
     cells = [
-        (_told_apart(known, one.unit) if plain.count(known) > 1 else known, _measured(name, one))
+        (words.told_apart(known, one.unit) if plain.count(known) > 1 else known, _measured(name, one))
         for known, (name, one) in zip(plain, items, strict=True)
     ]
     large = figures(cells) if cells else ""
@@ -94,12 +94,6 @@ def _measured(name: str, metric: Metric) -> str:
     if unit in ("share", "x") and "share" in (unit, *name.split("_")) and isinstance(value, int | float):
         return words.quantity(value, "share")
     return amount(value, "" if words.heading(name).endswith(unit) else unit)
-
-
-def _told_apart(name: str, unit: str) -> str:
-    """A name that stands for several figures, with what its unit says of this one."""
-    kind = "time" if unit in ("s", "ms", "us") else "rate" if unit.endswith("/s") else "bytes" if unit == "B" else unit
-    return f"{name} {kind}".strip()
 
 
 def amount(value: Any, unit: str = "") -> str:
@@ -137,8 +131,7 @@ def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
     numbers = [float(value) for value in values if words.is_number(value)]
     kind = "n" if numbers else ""
     texts = [value.text if isinstance(value, Link) else _in_words(column, value) for value in values]
-    if numbers and (column.startswith("share_") or _is_percentage(column)):
-        scale = 100.0 if column.startswith("share_") else 1.0
+    if numbers and (scale := words.percent_scale(column)) is not None:
         number = _alike([scale * one for one in numbers])
         texts = [
             f"{number(scale * value)} %" if words.is_number(value) else words.cell(column, value) for value in values
@@ -151,10 +144,6 @@ def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
         number = _alike([scale * one for one in numbers])
         texts = [number(scale * value) if words.is_number(value) else words.cell(column, value) for value in values]
     return name, kind, [_cell(column, text, kind, value) for text, value in zip(texts, values, strict=True)]
-
-
-def _is_percentage(column: str) -> bool:
-    return not column.startswith("share_") and (column.endswith("_of_limit") or column == "overlapped")
 
 
 def _alike(numbers: Sequence[float]) -> Callable[[float], str]:

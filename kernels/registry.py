@@ -18,7 +18,7 @@ import torch
 
 from firstlight.kernels import operators, signatures
 from firstlight.kernels.native import build
-from firstlight.kernels.registry_types import Implementation, Situation
+from firstlight.kernels.registry_types import Implementation, Situation, Verdict
 
 
 class NotSupportedError(ValueError):
@@ -27,12 +27,13 @@ class NotSupportedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One implementation in the report of a choice."""
+    """One implementation in the report of a choice; `is_possible`: it could serve, chosen or not."""
 
     operator: str
     implementation: str
     chosen: bool
     reason: str
+    is_possible: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,10 @@ def choose(
     rows: list[Row] = []
     for operator in operator_names():
         candidates = implementations(operator)
-        taken, reasons = _pick(candidates, situation, forced.get(operator))
+        verdicts = {one.name: one.supports(situation) for one in candidates}
+        taken, reasons = _pick(candidates, verdicts, forced.get(operator))
         chosen[operator] = taken.load()
-        rows += [Row(operator, one.name, one is taken, reasons[one.name]) for one in candidates]
+        rows += [Row(operator, one.name, one is taken, reasons[one.name], verdicts[one.name][0]) for one in candidates]
     compiled = any(row.chosen and row.implementation in ("native", "measured") for row in rows)
     if compiled and cache_dir is not None and build.with_native(situation)[0]:
         build.load(cache_dir)
@@ -127,11 +129,10 @@ def _forced(force: Mapping[str, str] | str | None) -> dict[str, str]:
 
 
 def _pick(
-    candidates: Sequence[Implementation], situation: Situation, forced: str | None
+    candidates: Sequence[Implementation], verdicts: Mapping[str, Verdict], forced: str | None
 ) -> tuple[Implementation, dict[str, str]]:
     """Choose one and give every candidate's reason."""
     operator = candidates[0].operator
-    verdicts = {one.name: one.supports(situation) for one in candidates}
     if forced is not None:
         if forced not in verdicts:
             raise NotSupportedError(f"{operator} has no implementation {forced}; there are {', '.join(verdicts)}")
@@ -142,11 +143,12 @@ def _pick(
         detail = "; ".join(f"{name}: {reason}" for name, (_, reason) in verdicts.items())
         raise NotSupportedError(f"no implementation of {operator} serves this situation: {detail}")
     reasons = {
-        name: reason if not possible else f"{taken.name} comes first" for name, (possible, reason) in verdicts.items()
+        name: reason if not possible else f"{taken.name} is preferred" for name, (possible, reason) in verdicts.items()
     }
     if forced is not None:
         reasons = {name: reason or f"{taken.name} was forced" for name, (_, reason) in verdicts.items()}
         reasons[taken.name] = "forced"
     else:
-        reasons[taken.name] = "the first that can serve here"
+        others = [name for name, (possible, _) in verdicts.items() if possible and name != taken.name]
+        reasons[taken.name] = f"preferred to {', '.join(others)}" if others else "the only one that serves here"
     return taken, reasons

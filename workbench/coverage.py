@@ -252,7 +252,7 @@ def _tell(draft: Draft, recorder: _Recorder, said: list[str]) -> None:
         if reason.startswith(UNSEEN):
             draft.check("pictures are traced as well", None, detail=reason)
     for what in ("flops", "bytes"):
-        native = sum(row[f"share_of_{what}"] for row in rows if row["status"] == "native")
+        native = 100 * sum(row[f"share_of_{what}"] for row in rows if row["status"] == "native")
         draft.metric(f"native_{what}", native, "%", f"of one pass over {TOKENS} tokens; the rest runs in torch")
     gaps = dict.fromkeys(f"{row['operator']} in {row['module']}" for row in rows if row["status"] == "fallback")
     draft.metric("gaps", len(gaps), "operators", f"in torch alone: {', '.join(list(gaps)[:4])}" if gaps else "")
@@ -286,7 +286,7 @@ def _rows(recorder: _Recorder) -> Iterator[dict[str, Any]]:
             "served_by": verdict.served_by,
             "evidence": verdict.evidence,
             "calls": row.calls,
-            "share_of_flops": 100 * row.flops / flops,
-            "share_of_bytes": 100 * row.nbytes / moved,
+            "share_of_flops": row.flops / flops,
+            "share_of_bytes": row.nbytes / moved,
             "first_shapes": row.shapes,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from firstlight.engine.parallel.kept import kept_roles
 from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.loader import TORCH_DTYPES
-from firstlight.kernels.registry import choose
+from firstlight.kernels.registry import Row, choose
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 
@@ -61,7 +61,11 @@ def doctor(
         progress(f"choose operators for {device}")
         roles, why = kept_roles("auto", device)
         draft.metric(f"packed_{device}", ", ".join(sorted(roles)), "", f"of quantized weights: {why} (--packed)")
-        draft.table(f"operators_{device}_{dtype.lower()}", _operators(device, dtype, checkpoint, settings))
+        rows = choose(
+            device, TORCH_DTYPES[dtype], _shapes(checkpoint, device), interpret=settings.triton_interpret
+        ).rows
+        draft.table(f"operators_{device}_{dtype.lower()}", _chosen(rows))
+        draft.table(f"not_possible_{device}_{dtype.lower()}", _not_possible(rows))
     if bandwidth:
         _bandwidth(draft, progress)
     return draft.close()
@@ -125,15 +129,26 @@ def _devices() -> Iterator[dict[str, Any]]:
         yield {"device": f"cuda:{index}", "name": facts.name, "memory_bytes": facts.total_memory, "detail": detail}
 
 
-def _operators(device: str, dtype: str, checkpoint: str | None, settings: Settings) -> Iterator[dict[str, Any]]:
-    """One row an operator: what was chosen and why, and why the others were not."""
-    choice = choose(device, TORCH_DTYPES[dtype], _shapes(checkpoint, device), interpret=settings.triton_interpret)
-    rows = choice.report()
+def _chosen(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """One row an operator: what was chosen and to what it was preferred, and what cannot serve here."""
     for operator in dict.fromkeys(row.operator for row in rows):
         mine = [row for row in rows if row.operator == operator]
         chosen = next(row for row in mine if row.chosen)
-        others = "; ".join(f"{row.implementation}: {row.reason}" for row in mine if not row.chosen)
-        yield {"operator": operator, "chosen": chosen.implementation, "why": chosen.reason, "not_chosen": others}
+        lacking = ", ".join(row.implementation for row in mine if not row.is_possible)
+        yield {
+            "operator": operator,
+            "chosen": chosen.implementation,
+            "why": chosen.reason,
+            "not_possible": lacking or None,
+        }
+
+
+def _not_possible(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """What cannot serve here, and why, with the operators of which that is said."""
+    lacking = [row for row in rows if not row.is_possible]
+    for name, reason in dict.fromkeys((row.implementation, row.reason) for row in lacking):
+        of = [row.operator for row in lacking if (row.implementation, row.reason) == (name, reason)]
+        yield {"implementation": name, "why": reason, "of": of}
 
 
 def _shapes(checkpoint: str | None, device: str) -> dict[str, int]:

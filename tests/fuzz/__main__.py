@@ -2,13 +2,18 @@
 
 Bytes that reach new code go to build/fuzz/TARGET, from where tests.fuzz.keep takes the fewest that matter over into the
 corpus of the repository. What fails is left in build/fuzz. Needs the extra `fuzz`.
+
+libFuzzer ends its process without a word to Python, so a parent removes the folder that the search works in.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import atheris
@@ -16,9 +21,24 @@ import atheris
 from tests.fuzz.mutations import mutate
 
 MOST_BYTES = 1 << 14
+IN_MEMORY = Path("/dev/shm")
 
 
-def main() -> None:
+def main() -> int:
+    """Searches in a child process; its exit status."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as place:
+        child = os.fork()
+        if child == 0:
+            os.environ["TMPDIR"] = tempfile.tempdir = place
+            search()
+            os._exit(0)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends the first to both
+            signal.signal(number, lambda *_: os.kill(child, signal.SIGTERM))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def search() -> None:
+    """Has libFuzzer search, until it ends this process."""
     name, *options = sys.argv[1:]
     with atheris.instrument_imports(
         include=["firstlight.engine.weights", "firstlight.engine.model", "firstlight.workbench"]
@@ -74,4 +94,4 @@ def _end(text: bytes) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

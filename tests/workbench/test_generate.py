@@ -134,5 +134,8 @@ def test_doctor_says_what_was_chosen_and_why(capsys: pytest.CaptureFixture[str])
     for row in rows:
         assert row["chosen"]
         assert row["why"]
+    assert len({row["why"] for row in rows}) > 2, "a reason that is always the same says nothing"
+    lacking = {row["operator"] for row in rows if row["not_possible"]}
+    assert lacking == {name for row in report["tables"]["not_possible_cpu_bf16"] for name in row["of"]}
     assert report["metrics"]["threads"]["value"] >= 1
     assert report["tables"]["devices"][0]["device"] == "cpu"

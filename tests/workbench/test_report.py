@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.serving.health import Failure
+from firstlight.engine.serving.stream import EngineFailed
 from firstlight.engine.weights.safetensors_file import write as save
 from firstlight.workbench import figures
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.render.html import ON_DARK, ON_LIGHT, report_html
-from firstlight.workbench.render.terminal import report_text
-from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds, title
+from firstlight.workbench.render.terminal import joined, report_text
+from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds, titles
 from firstlight.workbench.report import Draft, Metric, Report, finite, refusal, write_atomically
 
 
@@ -33,7 +35,10 @@ def full_report() -> Report:
     draft.check("left out", None, detail="not asked")
     draft.metric("parameters", 1_026_408_232_448, "parameters")
     draft.metric("rate", None, "B/s", "nothing was read")
-    draft.table("ranks", [{"rank": i, **{f"role{j}_bytes": 10**9 + j for j in range(14)}} for i in range(40)])
+    draft.table(
+        "ranks",
+        [{"rank": i, **{f"role{j}_bytes": 10**9 + (j << 20) + (i << 24) for j in range(14)}} for i in range(40)],
+    )
     draft.table("odd", [{"a": 1, "b": None}, {"c": "<script>"}])
     draft.find(
         warning("stale-index", "the index is stale", file="index.json", expected="new", found="old", next="mend")
@@ -188,6 +193,21 @@ def test_wide_tables_go_on_below_with_their_first_column() -> None:
     assert len(heads) > 2
 
 
+def test_ranks_that_say_the_same_stand_together_and_a_few_wide_rows_are_turned() -> None:
+    at = [(rank // 4, rank % 4) for rank in range(8)]
+    rows = [
+        {"rank": i, "pp": pp, "tp": tp, **dict.fromkeys("abcdefghijkl", 123456 + pp)} for i, (pp, tp) in enumerate(at)
+    ]
+    draft = Draft("plan", "m")
+    draft.table("ranks", rows)
+    shown = [line.split("  ") for line in report_text(draft.close(), 80).splitlines() if line.startswith("  ")]
+    lines = {first.strip(): [word.strip() for word in rest if word] for _, first, *rest in shown}
+    assert lines["rank"] == ["0 to 3", "4 to 7"]
+    assert (lines["pp"], lines["tp"]) == (["0", "1"], ["0 to 3"] * 2)
+    assert all(lines[name] == ["123,456", "123,457"] for name in "abcdefghijkl")
+    assert joined([{"rank": 0, "tp": 0, "a": 1}, {"rank": 2, "tp": 0, "a": 1}]) == [{"rank": "0, 2", "tp": 0, "a": 1}]
+
+
 class Outline(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -263,9 +283,11 @@ def test_quantities_read_well(value: object, unit: str, words: str) -> None:
 def test_columns_say_their_unit() -> None:
     assert heading("weight_bytes") == "weight"
     assert heading("step_ms") == "step (ms)"
-    assert title("step_ms") == "step"
+    assert titles({"step_ms": "ms", "read_bytes": "B", "read_s": "s"}) == ["step", "read bytes", "read time"]
     assert heading("tokens_per_s") == "tokens per s"
-    assert cell("weight_bytes", 2048) == "2.00 KiB"
+    assert cell("weight_bytes", 2048) == cell("bytes", 2048) == "2.00 KiB"
+    assert [heading(name) for name in ("bytes", "share_of_bytes")] == ["bytes", "share of bytes"]
+    assert [cell(name, 0.25) for name in ("share_of_bytes", "decode_of_limit")] == ["25 %", "0.25 %"]
     assert cell("ids", [1, 2]) == "1, 2"
     assert in_bytes(1023) == "1,023 B"
     assert (seconds(0.0123), seconds(12.34), seconds(200), seconds(7500)) == (
@@ -283,6 +305,11 @@ def test_errors_become_reports() -> None:
     lost = report_of("start", "m", RankFailure(1, "load", "was killed"))
     assert lost.status == "failed"
     assert "rank 1" in lost.findings[0].message
+    watcher = Failure(rank=None, phase="watch", reason="the supervisor ended")
+    for ended in (RankFailure(None, "watch", "it ended"), EngineFailed(str(watcher), watcher)):
+        found = report_of("infer", "m", ended)
+        assert (found.status, found.findings[-1].code) == ("failed", "engine-failed")
+        assert "rank" not in str(found.findings[-1]).partition("next:")[0], "none is to blame"
     system = report_of("load", "m", FileNotFoundError(2, "No such file or directory", "x.bin"))
     assert (system.status, system.findings[0].file) == ("refused", "x.bin")
 

@@ -130,10 +130,11 @@ def _checks(report: Report) -> str:
 
 def _metrics(report: Report) -> str:
     rows = []
-    for name, metric in report.metrics.items():
+    names = words.titles({name: metric.unit for name, metric in report.metrics.items()})
+    for name, metric in zip(names, report.metrics.values(), strict=True):
         value = words.quantity(metric.value, metric.unit) if metric.value is not None else "not available"
         kind = "n" if words.is_number(metric.value) else ""
-        rows.append((_td(words.title(name)), _td(value, kind), _td(metric.detail, "quiet")))
+        rows.append((_td(name), _td(value, kind), _td(metric.detail, "quiet")))
     return _rows(rows)
 
 

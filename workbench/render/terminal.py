@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.findings import Finding, printable
+from firstlight.engine.parallel.mesh import AXES
 from firstlight.workbench.render import words
 from firstlight.workbench.render.names import Cell, broken
 from firstlight.workbench.report import Check, Metric, Report
@@ -28,6 +29,7 @@ NARROW_TEXT = 24
 LONG_VALUE = 24
 STATUS_WIDTH = 9
 GAP = 2
+PLACES = ("rank", *AXES)  # columns that say where a rank is
 LEFT_TO_THE_FILE = ("hashes",)  # tables that nobody reads in a terminal
 INDENT = (0, 0, 0, 2)
 
@@ -145,13 +147,14 @@ def _metrics(metrics: dict[str, Metric], width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    names = words.titles({name: metric.unit for name, metric in metrics.items()})
     rows = [
         (
-            words.title(name),
+            name,
             words.quantity(metric.value, metric.unit) if metric.value is not None else "not available",
             printable(metric.detail),
         )
-        for name, metric in metrics.items()
+        for name, metric in zip(names, metrics.values(), strict=True)
     ]
     name_width = max(len(name) for name, *_ in rows)
     grid = _grid({"min_width": min(NARROW_TEXT, name_width)}, {"no_wrap": True}, {})
@@ -183,19 +186,64 @@ def _long(name: str, value: str, detail: str, name_width: int, room: int) -> Ite
 
 
 def _table(rows: list[dict[str, Any]], width: int) -> RenderableType:
-    """Rows by column; a table too wide for the terminal goes on below, its first column repeated."""
+    """Rows by column, ranks that say the same in one row.
+
+    A table too wide for the terminal is turned, its columns one below the other; where that is too wide as well it goes
+    on below, its first column repeated.
+    """
     from rich.console import Group
     from rich.text import Text
 
     columns = [column for column in dict.fromkeys(key for row in rows for key in row) if says_something(column, rows)]
+    rows, room = joined(rows), width - INDENT[3]
     shown = rows[:MOST_ROWS]
+    groups = _column_groups(columns, shown, room)
+    if len(groups) > 1 and len(shown) == len(rows) and (turned := _turned(columns, rows, room)) is not None:
+        return turned
     parts: list[RenderableType] = []
-    for group in _column_groups(columns, shown, width - INDENT[3]):
+    for group in groups:
         parts += [Text("")] if parts else []
         parts.append(_part_of_table(group, shown))
     if len(rows) > MOST_ROWS:
         parts.append(Text(f"and {len(rows) - MOST_ROWS:,} more rows in the JSON report", "dim"))
     return Group(*parts)
+
+
+def joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of ranks that follow one another and say the same, but for where they are, become one: rank 0 to 7."""
+    groups: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if groups and "rank" in row and _without_place(groups[-1][0]) == _without_place(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [{name: _together(name, [row.get(name) for row in group]) for name in group[0]} for group in groups]
+
+
+def _without_place(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in PLACES}
+
+
+def _together(name: str, values: list[Any]) -> Any:
+    """One value for several: of a place the numbers from the least to the largest, else what they all are."""
+    if name not in PLACES or len(found := sorted(set(values))) == 1:
+        return values[0]
+    is_whole = len(found) == found[-1] - found[0] + 1
+    return f"{found[0]} to {found[-1]}" if is_whole else ", ".join(map(str, found))
+
+
+def _turned(columns: list[str], rows: list[dict[str, Any]], room: int) -> RenderableType | None:
+    """A line for each column; None where the rows do not fit beside each other."""
+    from rich.text import Text
+
+    names = [words.heading(column) for column in columns]
+    texts = [[words.cell(column, row.get(column)) for column in columns] for row in rows]
+    if sum(max(map(len, line)) + GAP for line in (names, *texts)) > room:
+        return None
+    grid = _grid({}, *({"justify": "right" if len(rows) > 1 else "left"} for _ in rows))
+    for name, *values in zip(names, *texts, strict=True):
+        grid.add_row(Text(name, "dim"), *map(Text, values))
+    return grid
 
 
 def says_something(column: str, rows: list[dict[str, Any]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from firstlight.engine.findings import printable
@@ -71,14 +72,21 @@ def cell(column: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return printable(", ".join(str(item) for item in value))
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if column.endswith("_bytes"):
+        if (scale := percent_scale(column)) is not None:
+            return f"{number(scale * value)} %"
+        if column == "bytes" or column.endswith("_bytes"):
             return in_bytes(value)
         if column.endswith("_bytes_per_s"):
             return f"{in_bytes(value)}/s"
-        if column.startswith("share_"):
-            return quantity(value, "share")
         return number(value)
     return quantity(value)
+
+
+def percent_scale(column: str) -> float | None:
+    """What numbers of a column are multiplied by to be percent: a `share_` is a part of 1. None: they are no parts."""
+    if column.startswith("share_"):
+        return 100.0
+    return 1.0 if column.endswith("_of_limit") or column == "overlapped" else None
 
 
 def heading(column: str) -> str:
@@ -87,13 +95,28 @@ def heading(column: str) -> str:
     return f"{name} ({unit})" if unit else name
 
 
-def title(metric: str) -> str:
-    """A metric's name to read beside a value that has its unit: `step_time_ms` -> `step time`."""
-    return _parted(metric)[0]
+def titles(metrics: Mapping[str, str]) -> list[str]:
+    """Names of metrics (name -> unit) to read beside values that have their units: `step_time_ms` -> `step time`.
+
+    Names that differ in their unit alone keep what it says: `read_bytes`, `read_s` -> `read bytes`, `read time`.
+    """
+    plain = [_parted(name)[0] for name in metrics]
+    return [
+        told_apart(name, unit) if plain.count(name) > 1 else name
+        for name, unit in zip(plain, metrics.values(), strict=True)
+    ]
+
+
+def told_apart(name: str, unit: str) -> str:
+    """A name that stands for several figures, with what its unit says of this one."""
+    kind = "time" if unit in ("s", "ms", "us") else "rate" if unit.endswith("/s") else "bytes" if unit == "B" else unit
+    return f"{name} {kind}".strip()
 
 
 def _parted(column: str) -> tuple[str, str]:
     """A name in words, and the unit at its end."""
+    if percent_scale(column) is not None:
+        return printable(column.replace("_", " ")), ""
     name = column.removesuffix("_bytes_per_s").removesuffix("_bytes") or "bytes"
     for unit in ("ms", "s", "us", "gib"):
         if name.endswith(f"_{unit}") and not name.endswith(f"_per_{unit}"):
