@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 
-from firstlight.engine.findings import Finding
+from firstlight.engine.findings import Finding, fatal
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 
 class FirstlightError(Exception):
@@ -23,10 +28,39 @@ class Refused(FirstlightError):
 
 
 class RankFailure(FirstlightError):
-    """A rank died, stopped answering or raised; names the rank and the phase it was in."""
+    """A rank died, stopped answering or raised; names the rank and the phase it was in.
 
-    def __init__(self, rank: int, phase: str, reason: str) -> None:
+    `rank` is None where it is not one rank's doing: what watches them ended, or the time for all of them was over.
+    """
+
+    def __init__(self, rank: int | None, phase: str, reason: str) -> None:
         self.rank = rank
         self.phase = phase
         self.reason = reason
-        super().__init__(f"rank {rank} failed in phase '{phase}': {reason}")
+        who = "the engine" if rank is None else f"rank {rank}"
+        super().__init__(f"{who} failed in phase '{phase}': {reason}")
+
+
+def unwritable(
+    file: str | os.PathLike[str],
+    error: OSError,
+    *,
+    expected: str = "a folder that exists and may be written",
+    room: str = "room on the disk",
+    elsewhere: str = "name another file",
+) -> Refused:
+    """The refusal of a place that cannot be written: `not-found` where there is no such folder, else `not-available`.
+
+    `expected` of the place, or `room` where the disk is full; `elsewhere` is what to do other than to make room.
+    """
+    is_full = error.errno in FULL
+    return Refused(
+        fatal(
+            "not-found" if error.errno in ABSENT else "not-available",
+            f"{os.fspath(file)} cannot be written: {error.strerror or error}",
+            file=os.fspath(file),
+            expected=room if is_full else expected,
+            found=error.strerror or str(error),
+            next=f"make room, or {elsewhere}" if is_full else elsewhere,
+        )
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from firstlight.engine.errors import Refused
+from firstlight.engine.errors import Refused, unwritable
 from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.workbench.adaptation import FORMAT
@@ -260,14 +260,19 @@ def _pack(directory: Path, files: list[Path], target: Path) -> None:
             ]
             _write(draft, target, names)
         draft.replace(target)
-    except (OSError, sqlite3.Error) as error:
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        raise unwritable(target, error, elsewhere="name another --out file") from error
+    except sqlite3.Error as error:
+        draft.unlink(missing_ok=True)
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
         raise Refused(
             fatal(
-                "not-found",
-                f"{target} cannot be written: {getattr(error, 'strerror', None) or error}",
-                file=str(target),
-                next="name another --out file",
+                "not-available" if is_full else "read-failed",
+                f"the events of {directory} cannot be copied into the archive: {error}",
+                file=str(directory / "events.sqlite"),
+                expected="room in the temporary directory (TMPDIR)" if is_full else "a database that can be read",
+                next="make room there" if is_full else "remove it: reports, card and page do not need it",
             )
         ) from error
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
-from firstlight.engine.errors import FirstlightError, RankFailure, Refused
+from firstlight.engine.errors import ABSENT, FULL, FirstlightError, RankFailure, Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.workbench.report import Draft, Report, failure, refusal
 from firstlight.workbench.runs import Run
@@ -34,14 +33,15 @@ def report_of(verb: str, title: str, error: BaseException, run: Run | None = Non
 def _engine_failed(verb: str, title: str, error: FirstlightError) -> Report:
     """An engine that stopped: with rank and phase where they are known."""
     known = getattr(error, "failure", None)
+    is_rank = known.rank is not None if known is not None else str(error).startswith("rank ")
     draft = Draft(verb, title)
     if known is not None:
         draft.find(known.findings)
     draft.find(
         fatal(
-            "rank-lost" if known is not None or str(error).startswith("rank ") else "engine-failed",
+            "rank-lost" if is_rank else "engine-failed",
             str(error),
-            found=f"rank {known.rank}, phase {known.phase}" if known is not None else None,
+            found=known.place if known is not None else None,
             next="look at the ranks' logs in the host's directory; start again",
         )
     )
@@ -50,13 +50,14 @@ def _engine_failed(verb: str, title: str, error: FirstlightError) -> Report:
 
 def _of_the_system(error: OSError) -> Finding:
     name = error.filename if isinstance(error.filename, str) else None
+    is_full, is_absent = error.errno in FULL, error.errno in ABSENT
     return fatal(
-        "read-failed" if name else "not-available",
+        "not-found" if is_absent else "read-failed" if name and not is_full else "not-available",
         f"the system refused: {error.strerror or error}" + (f": {name}" if name else ""),
         file=name,
         found=error.strerror or str(error),
         next="make room there, or name a place on another disk"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full
         else "check that the path exists and may be used",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import math
 import os
 import time
@@ -13,7 +12,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.errors import RankFailure, Refused, unwritable
 from firstlight.engine.findings import Finding, fatal, is_text, printable
 
 Status = Literal["passed", "failed", "refused"]
@@ -207,18 +206,20 @@ def refusal(verb: str, title: str, error: Refused) -> Report:
 
 
 def failure(verb: str, title: str, error: RankFailure) -> Report:
-    """The report of a rung that lost a rank."""
+    """The report of a rung that lost a rank, or the engine without one rank being at fault."""
     draft = Draft(verb, title)
+    is_rank = error.rank is not None
     draft.find(
         fatal(
-            "rank-lost",
+            "rank-lost" if is_rank else "engine-failed",
             str(error),
-            expected="every rank alive to the end",
-            found=f"rank {error.rank}, phase {error.phase}",
-            next="look at the log of that rank; start again",
+            expected="every rank alive to the end" if is_rank else "an engine that is watched to the end",
+            found=f"rank {error.rank}, phase {error.phase}" if is_rank else f"phase {error.phase}",
+            next=f"look at {'the log of that rank' if is_rank else 'host.log in its directory'}; start again",
         )
     )
-    draft.check("all ranks alive", False, value=f"rank {error.rank} lost", detail=error.phase)
+    lost = f"rank {error.rank} lost" if is_rank else "the engine was lost"
+    draft.check("all ranks alive", False, value=lost, detail=error.phase)
     return draft.close("failed")
 
 
@@ -290,17 +291,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> Path:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise Refused(
-            fatal(
-                "not-found",
-                f"{target} cannot be written: {error.strerror}",
-                file=str(target),
-                expected=f"room for {len(data):,} bytes" if is_full else "a folder that exists and may be written",
-                found=error.strerror or str(error),
-                next="make room, or name a place on another disk" if is_full else "name another file",
-            )
-        ) from error
+        raise unwritable(target, error, room=f"room for {len(data):,} bytes") from error
     return target
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from firstlight.engine.errors import Refused
+from firstlight.engine.errors import Refused, unwritable
 from firstlight.engine.findings import fatal, warning
 from firstlight.workbench.environment import command_line
 from firstlight.workbench.events import EventReader, EventWriter
@@ -141,15 +141,8 @@ class Run:
             for name in ("reports", "traces", "golden"):
                 (directory / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Refused(
-                fatal(
-                    "not-found",
-                    f"{directory} cannot be made: {error.strerror}",
-                    file=str(directory),
-                    expected="a place that may be written",
-                    next="name another --run directory",
-                )
-            ) from error
+            place = "a place that may be written"
+            raise unwritable(directory, error, expected=place, elsewhere="name another --run directory") from error
         record = RunRecord(model=model, checkpoint=checkpoint, created=now_iso(), command=command_line())
         run = cls(directory, record)
         run._save()

@@ -77,7 +77,7 @@ def refuse_unwritable(destination: str, option: str = "--json") -> None:
     if found is not None:
         raise Refused(
             fatal(
-                "not-found",
+                "not-found" if found == "no such folder" else "not-available",
                 f"{option} {destination!r} cannot be written",
                 file=destination,
                 expected="a file in a folder that exists and may be written"

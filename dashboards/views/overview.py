@@ -124,10 +124,10 @@ def _wrong(snapshot: Snapshot) -> str:
     health, parts = snapshot.health, []
     if health is not None and health.failure is not None:
         failure = health.failure
+        log = "host" if failure.rank is None else f"rank{failure.rank}"
         body = (
-            f"<p>{html.status('failed')} rank {failure.rank} in phase {html.said(failure.phase)}: "
-            f"{html.said(failure.reason)}</p><p class='quiet'>See engine/rank{failure.rank}.log in the "
-            "run directory, and start again.</p>"
+            f"<p>{html.status('failed')} {html.said(str(failure))}</p>"
+            f"<p class='quiet'>See engine/{log}.log in the run directory, and start again.</p>"
         )
         parts.append(html.card("The engine failed", body, "alarm"))
     last = _last(snapshot)

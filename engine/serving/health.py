@@ -57,10 +57,11 @@ class Beat(msgspec.Struct, frozen=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why an engine stopped: the rank and the phase at fault, and how long ago it was last known to be well.
 
-    `machine` is the host that the rank ran on, where that is known.
+    `rank` is None where none was at fault: what starts and watches them ended. `machine` is the host that the rank ran
+    on, where that is known.
     """
 
-    rank: int
+    rank: int | None
     phase: str
     reason: str
     since_s: float = 0.0
@@ -68,7 +69,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} in phase '{self.phase}': {self.reason}"
+        return f"{self.place}: {self.reason}"
+
+    @property
+    def place(self) -> str:
+        """`rank 3 in phase 'load'`, or the phase alone."""
+        phase = f"phase '{self.phase}'"
+        return phase if self.rank is None else f"rank {self.rank} in {phase}"
 
 
 class StageRecord(msgspec.Struct, kw_only=True):

@@ -186,7 +186,7 @@ class Host:
             if health.status in ("failed", "stopped"):
                 self._raise(health)
             if until_s is not None and time.monotonic() > until_s:
-                raise RankFailure(0, health.stage, f"not ready after {timeout_s:g} s")
+                raise RankFailure(None, health.stage, f"not ready after {timeout_s:g} s")
             time.sleep(POLL_S if progress is None else 5 * POLL_S)
 
     def is_alive(self) -> bool:
@@ -258,7 +258,7 @@ class Host:
                 return self._over(handle)
             if self._is_stopped:  # it had no time to write so, or no place
                 return Health(status="stopped", stage="")
-            failure = Failure(rank=0, phase="watch", reason=f"the supervisor ended{self._last_words()}")
+            failure = Failure(rank=None, phase="watch", reason=f"the supervisor ended{self._last_words()}")
             return Health(status="failed", stage="", failure=failure)
         return None
 
@@ -280,7 +280,7 @@ class Host:
     def _raise(self, health: Health) -> None:
         failure = health.failure
         if failure is None:
-            raise RankFailure(0, health.stage, f"the host is {health.status}")
+            raise RankFailure(None, health.stage, f"the host is {health.status}")
         if failure.findings:
             raise Refused(failure.findings)
         raise RankFailure(failure.rank, failure.phase, failure.reason)
@@ -441,7 +441,7 @@ def _let_go(kept_fd: int, was: os.stat_result) -> None:
 def _await_handle(directory: Path, process: subprocess.Popen[bytes]) -> None:
     while not (directory / HANDLE).exists():
         if process.poll() is not None:
-            raise RankFailure(0, "spawn", f"the host did not start{_last_words(directory, process)}")
+            raise RankFailure(None, "spawn", f"the host did not start{_last_words(directory, process)}")
         time.sleep(POLL_S)
 
 

@@ -245,7 +245,7 @@ class LaunchedHost:
                 progress(health)
             self._raise_if_over()
             if until_s is not None and time.monotonic() > until_s:
-                raise RankFailure(0, health.stage, f"not ready after {timeout_s:g} s")
+                raise RankFailure(None, health.stage, f"not ready after {timeout_s:g} s")
             time.sleep(POLL_S)
         return self.client()
 
@@ -273,7 +273,7 @@ class LaunchedHost:
             return
         failure = health.failure
         if failure is None:
-            raise RankFailure(0, health.stage, f"the engine is {health.status}")
+            raise RankFailure(None, health.stage, f"the engine is {health.status}")
         if failure.findings:
             raise Refused(failure.findings)
         raise RankFailure(failure.rank, failure.phase, failure.reason)

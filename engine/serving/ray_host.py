@@ -102,7 +102,7 @@ class RayHost:
                     raise Refused(failure.findings)
                 raise RankFailure(failure.rank, failure.phase, failure.reason)
             if health.status == "stopped" or (until_s is not None and time.monotonic() > until_s):
-                raise RankFailure(0, health.stage, f"not ready: {health.status}")
+                raise RankFailure(None, health.stage, f"not ready: {health.status}")
             time.sleep(POLL_S)
         return self._client
 

@@ -1,5 +1,6 @@
 """A report keeps its promises: no NaN literals, numbers with units, all escaped, nothing wider than the screen."""
 
+import errno
 import json
 import os
 import re
@@ -328,11 +329,14 @@ def test_a_fault_of_ours_leaves_its_traceback_in_a_file() -> None:
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="cannot be written"):
+    with pytest.raises(Refused, match="cannot be written") as absent:
         write_atomically(tmp_path / "absent" / "r.json", b"x")
+    assert absent.value.findings[0].code == "not-found"
     with pytest.raises(Refused, match="/dev/full cannot be written") as full:
         write_atomically("/dev/full", b"x")
+    assert (full.value.findings[0].code, full.value.findings[0].expected) == ("not-available", "room for 1 bytes")
     assert "make room" in str(full.value.findings[0].next)
+    assert report_of("scan", "m", OSError(errno.ENOSPC, "full", "x.tmp")).findings[0].code == "not-available"
     assert write_atomically(tmp_path / "r.json", b"x").read_bytes() == b"x"
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 

@@ -155,8 +155,10 @@ def test_what_an_owner_forks_is_no_owner() -> None:
 def test_no_rank_is_left_when_the_supervisor_is_killed(pair: Host) -> None:
     os.kill(pair.handle.pid, signal.SIGKILL)
     gone(pair.pids, "a rank outlives its supervisor")
-    health = pair.health()
-    assert health.status == "failed"
+    failure = pair.health().failure
+    assert failure is not None
+    assert (failure.rank, failure.phase) == (None, "watch"), "no rank is to blame"
+    assert "supervisor ended" in failure.reason
 
 
 def test_a_detached_host_outlives_its_owner_and_is_found_again(checkpoint: Get, tmp_path: Path) -> None:
