@@ -22,6 +22,7 @@ from firstlight.engine.serving.api import EngineInfo, RankMemory
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.request import Completion, SamplingParams, TokenLogprob
 from firstlight.engine.serving.stats import EngineStats
+from firstlight.engine.serving.waiting import until
 from firstlight.workbench.infer import picture_questions
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
@@ -296,11 +297,13 @@ def _own_words(draft: Draft, loads: Sequence[Load], outcomes: Sequence[Outcome])
 
 def _freed(draft: Draft, engine: EngineClient) -> None:
     """Nothing runs and every page is free, soon after the last client went."""
-    until_s = time.monotonic() + LEFT_BEHIND_S
-    stats = engine.stats()
-    while (stats.running or stats.free_pages < stats.num_pages) and time.monotonic() < until_s:
-        time.sleep(0.1)
+
+    def is_free() -> bool:
         stats = engine.stats()
+        return not stats.running and stats.free_pages == stats.num_pages
+
+    until(is_free, LEFT_BEHIND_S, every_s=0.1)
+    stats = engine.stats()
     held = stats.num_pages - stats.free_pages
     draft.check(
         "requests that ended or whose client left hold nothing",

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
@@ -112,6 +111,7 @@ def _stop(run: str) -> Report:
     Running requests are aborted. Raises `Refused` where no engine runs: not-found without a handle, else not-available.
     """
     from firstlight.engine.serving.host import Host
+    from firstlight.engine.serving.waiting import running, until
     from firstlight.workbench.report import Draft
 
     inner = Path(run) / ENGINE_FOLDER
@@ -119,11 +119,10 @@ def _stop(run: str) -> Report:
     handle = host.handle
     model, where = Path(handle.checkpoint).name, handle.url or "not listening yet"
     draft = Draft("serve", f"end of {model}, {handle.mesh.describe()}, at {where}")
-    processes = [psutil.Process(pid) for pid in (handle.pid, *handle.pids) if psutil.pid_exists(pid)]
+    processes = running((handle.pid, *handle.pids))
     host.stop()
-    until_s = time.monotonic() + DEADLINE_S
-    while (left := [process.pid for process in processes if _runs(process)]) and time.monotonic() < until_s:
-        time.sleep(LOOK_PERIOD_S / 10)
+    until(lambda: not running(processes), DEADLINE_S)
+    left = running(processes)
     draft.check(
         "every process of the engine has ended",
         not left,
@@ -134,11 +133,3 @@ def _stop(run: str) -> Report:
     )
     draft.metric("run", str(host.run_dir), "", "whose engine it was")
     return draft.close()
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether it is still there; one that has ended and that nobody has collected is not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
