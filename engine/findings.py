@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -126,6 +129,21 @@ def printable(text: str) -> str:
 def is_text(text: str) -> bool:
     """Whether it can be written as UTF-8: a name from a file system may hold bytes that are no text."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def what_is(path: str | os.PathLike[str]) -> str:
+    """What lies at a path, in words: a directory, a file, something else, nothing, or why nobody can say."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "a link that leads nowhere" if Path(path).is_symlink() else "nothing of that name"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    except ValueError:
+        return "a name that no file can have"
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    return "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket"
 
 
 def fatal(code: str, message: str, **fields: object) -> Finding:

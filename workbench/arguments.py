@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "packed": "packed",
     },
 }
+PATHS = frozenset({"CKPT", "CKPT|FACTS", "RUN", "NOTEBOOK", "FILE", "DIR"})  # what options whose value is one ask for
 NOT_IN_FILES = frozenset({"config", "help", "json", "run", "quiet", "ended_run"})
 
 
@@ -68,6 +69,7 @@ def parse(verb: str, command: Command, words: Sequence[str]) -> argparse.Namespa
             refuse_unknown("option", word.partition("=")[0], parser.flags, f"firstlight {verb} --help lists them")
     if left:
         parser.error(f"{left[0]!r} is one argument too many")
+    _refuse_nameless(parser, parsed)
     parsed.words = tuple(words)
     return parsed
 
@@ -172,6 +174,15 @@ def value_of(option: str, words: Sequence[str]) -> str | None:
     except Refused:
         return None  # the verb's own parser says what is wrong
     return value
+
+
+def _refuse_nameless(parser: Parser, parsed: argparse.Namespace) -> None:
+    """Refuses a path without a letter, as a variable that is not set leaves it: it would mean this very directory."""
+    for action in parser._actions:
+        value = getattr(parsed, action.dest, None)
+        if action.metavar in PATHS and "" in (value if isinstance(value, list) else [value]):
+            name = action.option_strings[-1] if action.option_strings else action.metavar
+            parser.error(f"{name} is empty: a path was expected")
 
 
 def _refuse_bytes(words: Sequence[str]) -> None:

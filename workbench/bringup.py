@@ -32,7 +32,7 @@ from firstlight.workbench.faults import report_of
 from firstlight.workbench.progress import Listener, Progress
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
-from firstlight.workbench.runs import Run
+from firstlight.workbench.runs import Run, name_of
 
 if TYPE_CHECKING:
     from firstlight.workbench.start import AnyHost
@@ -96,7 +96,7 @@ class Bringup:
             source = str(mirror(source))
         mesh = mesh or Mesh(tp=tp, pp=pp, ep=ep, sp=sp, dp=dp, attention=attention)
         self.options = _options(source, mesh, options)
-        name = Path(source).name
+        name = name_of(source)
         self.run = Run.at(run, name, source) if run is not None else Run.create(name, source, root)
         self.run.update(engine={**(self.run.record.engine or {}), "options": msgspec.to_builtins(self.options)})
         self.force = force

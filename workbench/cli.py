@@ -251,6 +251,8 @@ def _fall_back(parsed: argparse.Namespace | None) -> None:
 
 
 def _title(parsed: argparse.Namespace) -> str:
-    """What a report is about: the last part of the checkpoint's path, or nothing."""
-    subject = getattr(parsed, "checkpoint", None) or getattr(parsed, "directory", None) or ""
-    return subject.rstrip("/").rpartition("/")[2]
+    """What a report is about: the name of the checkpoint or the run, or nothing."""
+    from firstlight.workbench.runs import name_of
+
+    subject = getattr(parsed, "checkpoint", None) or getattr(parsed, "directory", None)
+    return name_of(subject) if subject else ""

@@ -188,7 +188,7 @@ def _end(face: Face, bringup: Bringup, report: Report) -> None:
     left = [check.name for check in report.checks if check.status == "skipped"]
     if left:
         face.line(f"not run: {', '.join(left)}; --force goes on, and the record shows it")
-    face.line(f"{report.status}: {bringup.run.directory / 'report.html'}")
+    face.line(f"{report.status}; the report: {bringup.run.directory / 'report.html'}")
     if bringup.detached and bringup.host is not None:
         face.line(f"the engine goes on at {bringup.host.url}")
         face.line(f"end it:  {_program()} serve --stop {shlex.quote(str(bringup.run.directory))}")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, what_is
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
@@ -114,7 +114,7 @@ def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
             f"{source} is neither a checkpoint directory nor a configuration",
             file=str(source),
             expected=f"a directory, a config.json, or one of {', '.join(names)}",
-            found="nothing of that name",
+            found=what_is(path),
             next="name a directory that holds config.json, or a JSON file",
         )
     )

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, what_is
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.export import adaptation, card, latest, write_yaml
 from firstlight.workbench.page import notebook_page
@@ -161,13 +161,14 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
     import nbformat
     import papermill
 
-    if not notebook.is_file() or notebook.suffix != ".ipynb":
+    if (what := what_is(notebook)) != "a file" or notebook.suffix != ".ipynb":
         raise Refused(
             fatal(
                 "not-found",
                 f"{notebook} is no notebook",
                 file=str(notebook),
                 expected="a file .ipynb",
+                found=what if what != "a file" else "a file of another kind",
                 next="notebooks/runbook_template.ipynb is one to begin with",
             )
         )

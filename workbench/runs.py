@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from firstlight.engine.errors import Refused, unwritable
-from firstlight.engine.findings import fatal, warning
+from firstlight.engine.findings import fatal, warning, what_is
 from firstlight.workbench.environment import command_line
 from firstlight.workbench.events import EventReader, EventWriter
 from firstlight.workbench.report import Report, Status, now_iso, write_atomically
@@ -25,6 +25,7 @@ STANDS_ON = {"generate": "infer", "serve": "start", "validate": "infer"}
 """Verbs off the ladder, and the rung whose place they take."""
 
 DEFAULT_ROOT = "runs"
+MOST_OF_A_NAME = 120  # characters of a model's name in that of a folder, of which file systems take 255 bytes
 
 
 def own_file(directory: Path, name: str) -> Path:
@@ -51,6 +52,12 @@ def own_file(directory: Path, name: str) -> Path:
             )
         )
     return path
+
+
+def name_of(checkpoint: str) -> str:
+    """What a checkpoint is called: the last part of its path, or of its address; `.` has a name too."""
+    path = Path(checkpoint)
+    return path.name if path.name not in ("", "..", "~") else path.expanduser().resolve().name
 
 
 class RungRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +96,7 @@ class Run:
     def create(cls, model: str, checkpoint: str, root: str | os.PathLike[str] = DEFAULT_ROOT) -> Run:
         """A new directory `<root>/<time>-<model>`."""
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.")[:MOST_OF_A_NAME] or "model"
         directory, count = Path(root) / f"{stamp}-{name}", 1
         while directory.exists():
             count += 1
@@ -119,6 +126,17 @@ class Run:
     def attach(cls, directory: str | os.PathLike[str]) -> Run:
         """An existing run. Raises `Refused` when there is none."""
         path = Path(directory)
+        if (what := what_is(path)) != "a directory":
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"{directory} is not a run directory",
+                    file=str(directory),
+                    expected="a run directory as `firstlight up` makes it",
+                    found=what,
+                    next=f"name a directory under {DEFAULT_ROOT}/",
+                )
+            )
         try:
             record = msgspec.json.decode(own_file(path, "run.json").read_bytes(), type=RunRecord)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

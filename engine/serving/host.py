@@ -33,6 +33,7 @@ from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.stream import EngineFailed
 from firstlight.engine.serving.supervisor import HANDLE, UNWRITTEN, Handle, Order, is_worthless
+from firstlight.engine.serving.waiting import until
 from firstlight.engine.settings import child_environment, read_settings
 
 POLL_S = 0.02
@@ -242,9 +243,7 @@ class Host:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def _await_end(self, grace_s: float) -> None:
-        until_s = time.monotonic() + grace_s
-        while self.is_alive() and time.monotonic() < until_s:
-            time.sleep(POLL_S)
+        until(lambda: not self.is_alive(), grace_s)
 
     def _over(self, handle: Handle) -> Health | None:
         """Health of a host that has ended, or whose supervisor has."""
@@ -264,10 +263,7 @@ class Host:
 
     def _verdict(self) -> Health | None:
         """The supervisor's word on an engine that does not answer: moments after its death it knows which rank died."""
-        until_s = time.monotonic() + VERDICT_S
-        while (over := self._over(self.refresh())) is None and time.monotonic() < until_s:
-            time.sleep(POLL_S)
-        return over
+        return until(lambda: self._over(self.refresh()), VERDICT_S)
 
     def _last_words(self) -> str:
         return _last_words(self.run_dir, self._process)

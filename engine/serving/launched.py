@@ -34,6 +34,7 @@ from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.rank import RankProcess
 from firstlight.engine.serving.stream import EngineFailed
 from firstlight.engine.serving.supervisor import die_with_parent
+from firstlight.engine.serving.waiting import until
 
 POLL_S = 0.05
 LAST_WORDS_S = 10.0  # that rank 0 waits for the others to leave, where the store is its own
@@ -86,13 +87,12 @@ def _dismiss(store: PrefixStore, place: Place, within_s: float) -> None:
 
     No longer than `within_s` altogether: the store may be on a host that is lost, and a call to it never end.
     """
-    until_s = time.monotonic() + within_s
 
     def tell() -> None:
         _give(store, Order())
         keys = [f"gone/{rank}" for rank in range(1, place.world_size)]
-        while place.keeps_store and time.monotonic() < until_s and not store.check(keys):
-            time.sleep(POLL_S)
+        if place.keeps_store:
+            until(lambda: store.check(keys), within_s, POLL_S)
 
     with suppress(RankFailure):
         _within(within_s, tell, place)

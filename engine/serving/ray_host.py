@@ -17,6 +17,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions, is_loopback
 from firstlight.engine.serving.stream import EngineFailed
+from firstlight.engine.serving.waiting import until
 from firstlight.engine.settings import read_settings
 
 MODULE = "firstlight.engine.serving.launched"
@@ -111,9 +112,7 @@ class RayHost:
         if self._last.is_ready:
             with contextlib.suppress(Refused, EngineFailed):
                 self._client.stop()
-            until_s = time.monotonic() + grace_s
-            while any(status is None for status in self._ranks.statuses()) and time.monotonic() < until_s:
-                time.sleep(POLL_S)
+            until(lambda: None not in self._ranks.statuses(), grace_s, POLL_S)
         self._client.close()
         self._ranks.end()
 

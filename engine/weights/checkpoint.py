@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.findings import Finding, fatal, note, warning, what_is
 from firstlight.engine.weights.header import Header, TensorInfo, header_bytes, read_header
 from firstlight.engine.weights.index import (
     CONFIG_LIMIT_BYTES,
@@ -166,8 +166,7 @@ def _directory(source: str | os.PathLike[str]) -> Path:
     path = Path(text)
     with contextlib.suppress(RuntimeError):  # no such user: the path is taken as it is
         path = path.expanduser()
-    if not path.is_dir():
-        what = "a file" if path.exists() else "nothing of that name"
+    if (what := what_is(path)) != "a directory":
         raise Refused(
             fatal(
                 "not-found",

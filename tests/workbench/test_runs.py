@@ -8,7 +8,7 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.report import Draft, Report
-from firstlight.workbench.runs import Run
+from firstlight.workbench.runs import Run, name_of
 
 
 def report(verb: str, passed: bool = True) -> Report:
@@ -22,6 +22,10 @@ def test_a_new_run_has_a_name_of_time_and_model(tmp_path: Path) -> None:
     assert one.directory != other.directory
     assert one.directory.name.split("-", 1)[1].startswith("org-a-model")
     assert {p.name for p in one.directory.iterdir()} == {"run.json", "reports", "traces", "golden"}
+    with Run.create("n" * 250, "/x", tmp_path) as long:
+        assert long.record.model == "n" * 250, "a folder's name is shorter"
+    here = Path.cwd().name
+    assert [name_of(path) for path in (".", "a/..", "/models/m/", "s3://bucket/m")] == [here, here, "m", "m"]
 
 
 def test_reports_are_numbered_and_listed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, what_is
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Draft
 from firstlight.workbench.session import Session
@@ -30,13 +30,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
     """Serves until interrupted."""
     folder = Path(arguments.directory)
-    if not folder.is_dir():
+    if (what := what_is(folder)) != "a directory":
         raise Refused(
             fatal(
                 "not-found",
-                f"{folder} is not there",
-                file=str(folder),
+                f"{arguments.directory} is not a folder of runs",
+                file=arguments.directory,
                 expected="a run directory, or a folder of run directories",
+                found=what,
                 next="firstlight up CKPT makes runs/<time>-<model>",
             )
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import fatal, what_is
 from firstlight.engine.parallel.mesh import ATTENTIONS
 from firstlight.engine.parallel.rows import EXCHANGES
 from firstlight.engine.settings import show_devices
@@ -167,14 +167,14 @@ def sampling(parser: argparse.ArgumentParser) -> None:
 
 def refuse_absent_directory(checkpoint: str) -> None:
     """Says that there is no such directory, where otherwise the first of its files would be said to be missing."""
-    if not Path(checkpoint).expanduser().is_dir():
+    if (what := what_is(Path(checkpoint).expanduser())) != "a directory":
         raise Refused(
             fatal(
                 "not-found",
                 f"{checkpoint} is not a checkpoint directory",
                 file=checkpoint,
                 expected="a directory with the files beside a model's weights",
-                found="a file" if Path(checkpoint).exists() else "nothing of that name",
+                found=what,
                 next="name the directory that holds tokenizer.json",
             )
         )
@@ -183,24 +183,17 @@ def refuse_absent_directory(checkpoint: str) -> None:
 def refuse_absent_pictures(images: list[str]) -> None:
     """Says that a picture is not there before anything is loaded for it."""
     for image in images:
-        if not image.startswith("data:") and "://" not in image and not Path(image).is_file():
+        if not image.startswith("data:") and "://" not in image and (what := what_is(image)) != "a file":
             raise Refused(
                 fatal(
                     "not-found",
-                    f"the picture {image} is {'no file' if Path(image).exists() else 'not there'}",
+                    f"the picture {image} is {'not there' if what == 'nothing of that name' else 'no file'}",
                     file=image,
                     expected="an image file",
-                    found=_what_is(Path(image)),
+                    found=what,
                     next="correct --image",
                 )
             )
-
-
-def _what_is(path: Path) -> str:
-    """What lies where a file was expected."""
-    if path.is_dir():
-        return "a directory"
-    return "a device, a pipe or a socket" if path.exists() else "nothing of that name"
 
 
 def mesh_of(arguments: argparse.Namespace) -> Mesh:

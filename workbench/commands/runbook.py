@@ -38,11 +38,11 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
 
     from firstlight.engine.weights.checkpoint import Checkpoint
     from firstlight.workbench.runbook import runbook, settings_for
-    from firstlight.workbench.runs import Run
+    from firstlight.workbench.runs import Run, name_of
 
     values = settings_for(Path(arguments.notebook), arguments.set)  # before a run directory is made for it
     Checkpoint.open(arguments.checkpoint)  # what is none is refused, not left to fail in a cell
-    name = Path(arguments.checkpoint).name
+    name = name_of(arguments.checkpoint)
     kept = session.run or Run.create(name, arguments.checkpoint)
     session.face.line(f"{arguments.notebook} on {name}, run directory {kept.directory}")
     report = runbook(

@@ -13,6 +13,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
+from firstlight.workbench.runs import name_of
 from firstlight.workbench.session import Session
 
 LOOK_PERIOD_S = 0.5
@@ -87,7 +88,7 @@ def _serve(arguments: argparse.Namespace, session: Session) -> Report:
     try:
         report = start_report(host.client(), time.perf_counter() - began_s, f"host in {host.run_dir}", host.url)
         session.outlet.write(msgspec.structs.replace(report, verb="serve"))  # the run has it as its rung `start`
-        session.face.line(f"{host.url}  serves {Path(arguments.checkpoint).name} on {len(host.pids)} ranks")
+        session.face.line(f"{host.url}  serves {name_of(arguments.checkpoint)} on {len(host.pids)} ranks")
         options.say_fallback(session, host.client().info())
         session.face.aside("the OpenAI routes are at /v1; interrupt to stop")
         if session.run is not None:
@@ -117,7 +118,7 @@ def _stop(run: str) -> Report:
     inner = Path(run) / ENGINE_FOLDER
     host = Host.attach(inner if inner.is_dir() else run)
     handle = host.handle
-    model, where = Path(handle.checkpoint).name, handle.url or "not listening yet"
+    model, where = name_of(handle.checkpoint), handle.url or "not listening yet"
     draft = Draft("serve", f"end of {model}, {handle.mesh.describe()}, at {where}")
     processes = running((handle.pid, *handle.pids))
     host.stop()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from firstlight.workbench.arguments import stated
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
+from firstlight.workbench.runs import name_of
 from firstlight.workbench.session import Session
 
 FIELDS = {"operator": "operators"}  # options whose value the engine knows by another name
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         listeners=(session.face.progress,),
         **values,
     ) as bringup:
-        session.face.line(f"{Path(checkpoint).name} on {mesh.describe()}, run directory {bringup.run.directory}")
+        session.face.line(f"{name_of(checkpoint)} on {mesh.describe()}, run directory {bringup.run.directory}")
         report = climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster, adaptation)
     session.has_said_all = True  # a line a rung as they ended; the reports are in the run directory
     return report
