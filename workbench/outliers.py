@@ -14,7 +14,8 @@ LEAST_SIBLINGS = 5
 FAR = 5.0  # powers of two from the median; releases that are right stay within
 SPREADS = 6.0  # and as many times the median distance of all siblings
 APART = 8.0  # powers of two between the smallest and the largest of siblings too few to have a usual distance
-SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales")
+WEIGHTS = ("weight", "_packed", "_blocks", "_proj")
+SCALES = ("_scales", ".scale", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales")
 
 
 def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
@@ -23,17 +24,19 @@ def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
     The scale is the root mean square; far is more than 32 times the median of the siblings and six times their usual
     distance from it. Right weights can be so; a shard of another release, a wrong conversion or a hole in a file is.
     """
-    measured = [reading for reading in readings if reading.rms is not None]
-    for pattern, siblings in grouped(measured, lambda reading: reading.tensor).items():
-        if len(siblings) < LEAST_SIBLINGS:
-            if holes := _holes(siblings):
+    for pattern, everyone in grouped(readings, lambda reading: reading.tensor).items():
+        siblings = [reading for reading in everyone if reading.rms is not None]
+        rest = len(everyone) - len(siblings)  # codes, which are not zero, and what is not finite
+        if len(everyone) < LEAST_SIBLINGS:
+            if holes := _holes(siblings, rest):
                 yield _odd(pattern, holes, "all zero", "0", "numbers")
-            yield from _few(pattern, [one for one in siblings if one.rms and _is_weight(one)])
+            yield from _few(pattern, [one for one in siblings if one.rms and _is_large(one)])
             continue
         zero = [reading for reading in siblings if reading.rms == 0]
         others = [reading for reading in siblings if reading.rms]
-        if zero and len(others) > len(zero):
-            yield _odd(pattern, zero, "all zero, unlike their siblings", "0", _usual(others))
+        if zero and len(others) + rest > len(zero):
+            usual = _usual(others) if others else "numbers"
+            yield _odd(pattern, zero, "all zero, unlike their siblings", "0", usual)
         if len(others) >= LEAST_SIBLINGS:
             far = _far(others)
             if far:
@@ -45,17 +48,18 @@ def outliers(readings: Iterable[TensorReading]) -> Iterator[Finding]:
                 )
 
 
-def _holes(siblings: Sequence[TensorReading]) -> list[TensorReading]:
+def _holes(siblings: Sequence[TensorReading], rest: int) -> list[TensorReading]:
     """Of few tensors of a kind, weights that are all zero while others are not, or that are alone: holes in a file.
 
     Norms and biases may be so.
     """
-    zero = [one for one in siblings if one.rms == 0 and (_is_weight(one) or one.tensor.endswith(SCALES))]
-    return zero if len(zero) < len(siblings) or len(siblings) == 1 else []
+    zero = [one for one in siblings if one.rms == 0 and _is_large(one)]
+    return zero if len(zero) < len(siblings) + rest or len(siblings) == 1 else []
 
 
-def _is_weight(one: TensorReading) -> bool:
-    return one.tensor.endswith("weight") and "norm" not in one.tensor
+def _is_large(one: TensorReading) -> bool:
+    """Whether it is a weight or the scales of one, which are of about one size in layers that are alike."""
+    return one.tensor.endswith((*WEIGHTS, *SCALES)) and "norm" not in one.tensor
 
 
 def _few(pattern: str, siblings: Sequence[TensorReading]) -> Iterator[Finding]:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.safetensors_file import Tensor, bfloat16, read, write
+from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.safetensors_file import Tensor, read, write
 from firstlight.workbench import deep
 from firstlight.workbench.cli import main
-from firstlight.workbench.deep import TensorReading, read_all, wide
+from firstlight.workbench.deep import Gauge, Measure, TensorReading, read_all
 from firstlight.workbench.outliers import outliers
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Report
@@ -103,12 +105,66 @@ def test_an_exponent_stored_as_a_byte_can_be_no_number(tmp_path: Path) -> None:
     assert {reading.tensor: reading.nan for reading in readings} == {"a.weight_packed": 0, "a.weight_scale": 1}
 
 
-def test_values_of_every_float_are_wide() -> None:
-    values = np.array([0.5, -2.0, 3.25])
-    assert list(wide("BF16", bfloat16(values).bits.tobytes())) == list(values)  # type: ignore[arg-type]
-    for dtype, form in (("F64", np.float64), ("F32", np.float32), ("F16", np.float16)):
-        assert list(wide(dtype, values.astype(form).tobytes())) == list(values)  # type: ignore[arg-type]
-    assert wide("U8", b"123") is None
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.float32,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+}
+
+
+def measured(dtype: str, raw: np.ndarray, name: str = "a.weight_scale") -> Measure:
+    gauge, found = Gauge(), Measure()
+    add = gauge.measure_of(TensorInfo(name, dtype, (raw.nbytes * 8 // DTYPE_BITS[dtype],), "", 0, raw.nbytes))
+    if add is not None:
+        add(found, memoryview(raw.view(np.uint8)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_finite_and_the_scale_of_the_rest_as_torch_has_them(dtype: str) -> None:
+    """Every byte there is; then one block without what is not finite, small numbers below the normal ones among it."""
+    raw = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+    wide = torch.from_numpy(raw).view(FLOATS[dtype]).to(torch.float64)
+    found = measured(dtype, raw)
+    assert (found.nan, found.infinite) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
+    assert found.nan, "the case holds none to be found"
+    assert found.scale() == (None, None)
+    if "FNUZ" in dtype:
+        return  # no release has scales in these
+    usual = (wide.abs() < 1e30) & ((wide.abs() > 1e-30) | (wide == 0))
+    kept = torch.from_numpy(raw).view(FLOATS[dtype])[usual]
+    expected = kept.to(torch.float64)
+    rms, largest = measured(dtype, kept.view(torch.uint8).numpy()).scale()
+    assert rms == pytest.approx(expected.square().mean().sqrt().item(), rel=1e-12)
+    assert largest == expected.abs().max().item()
+
+
+def test_of_codes_a_hole_is_seen_and_no_scale() -> None:
+    """Scales say how large a quantized weight is; whole numbers that are no codes may well be zero."""
+    zeros, codes = np.zeros(1 << 18, np.uint8), np.zeros(1 << 18, np.uint8)
+    codes[-1] = 3
+    for dtype, name in (("F8_E4M3", "a.weight"), ("I8", "a.weight"), ("I32", "a.qweight"), ("U8", "a.up_proj_blocks")):
+        assert measured(dtype, zeros, name).scale() == (0, 0)
+        assert measured(dtype, codes, name).scale() == (None, None)
+    assert measured("I32", zeros, "a.g_idx").scale() == (None, None)
+    hole = [TensorReading(f"layers.{i}.up.qweight", "", 0, 0, *((0.0, 0.0) if i == 3 else ())) for i in range(6)]
+    (finding,) = outliers(hole)
+    assert finding.tensors == ("layers.3.up.qweight",)
+
+
+def test_a_thread_takes_many_small_tensors_or_few_large_ones() -> None:
+    sizes = [1] * 100 + [deep.BATCH_BYTES] * 3 + [5]
+    tensors = [TensorInfo(str(i), "U8", (size,), "", 0, size) for i, size in enumerate(sizes)]
+    batches = list(deep._batches(tensors))
+    assert [tensor for batch in batches for tensor in batch] == tensors
+    assert [len(batch) for batch in batches] == [64, 37, 1, 1, 1]
 
 
 # Manifests
