@@ -96,6 +96,7 @@ def bring_up(
         options.residency,
         options.weights_budget,
         options.load_threads,
+        partial(_largest, comms),
         progress=lambda now: pulse.progress(now.bytes_done, now.bytes_total),
     )
     pulse.enter("build")
@@ -123,6 +124,11 @@ def bring_up(
         findings=(*checkpoint.findings, *spec.findings, *ledger.findings),
         choices=choices,
     )
+
+
+def _largest(comms: Comms, number: int) -> int:
+    """The largest of what every rank says, all of them at once."""
+    return int(comms.control.all_gather(torch.tensor([number], dtype=torch.int64), 0).max())
 
 
 def _opened(options: EngineOptions, comms: Comms, local_ranks: int) -> tuple[Checkpoint, ModelSpec, Matcher]:

@@ -5,7 +5,6 @@ Legend: T tokens, k chosen experts, M rows of a token and one of its experts, C 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -20,7 +19,15 @@ from firstlight.engine.weights.loader import Filling
 from firstlight.engine.weights.memory import Pool
 from firstlight.engine.weights.pages import aligned
 from firstlight.engine.weights.placing import STORED_DTYPES
-from firstlight.engine.weights.residency import STAGING_BYTES, ResidencyReport, staging_bytes, too_small, zero_padding
+from firstlight.engine.weights.residency import (
+    STAGING_BYTES,
+    Largest,
+    ResidencyReport,
+    alone,
+    staging_bytes,
+    too_small,
+    zero_padding,
+)
 
 MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights is bounded
 
@@ -50,10 +57,11 @@ class ExpertCache:
         other_bytes: int,
         threads: int | None = None,
         other_staging_bytes: int = 0,
+        largest: Largest = alone,
     ) -> None:
         """`other_bytes` of the budget are taken, by what takes `other_staging_bytes` until it is read.
 
-        Raises `Refused` where not one expert of each kind has room.
+        Raises `Refused` where not one expert of each kind has room, on this rank or on another that `largest` knows of.
         """
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._budget_bytes, self._whole_bytes = budget_bytes, pieces.nbytes
@@ -67,7 +75,7 @@ class ExpertCache:
         for site, storages in self._sites.items():
             groups.setdefault(_signature(site, storages), []).append(site)
         self._banks: dict[str, _Bank] = {}
-        counts = _counts(groups, self._sites, budget_bytes, other_bytes + staging)
+        counts = _counts(groups, self._sites, budget_bytes, other_bytes + staging, largest)
         sizes = [_expert_bytes(self._sites[sites[0]]) * counts[key] for key, sites in groups.items()]
         self._pool = Pool.reserve(sum(sizes), "experts", device, wait=False)
         for key, sites in groups.items():
@@ -262,7 +270,11 @@ def _expert_bytes(storages: Sequence[Storage]) -> int:
 
 
 def _counts(
-    groups: dict[Signature, list[str]], sites: dict[str, list[Storage]], budget_bytes: int | None, other_bytes: int
+    groups: dict[Signature, list[str]],
+    sites: dict[str, list[Storage]],
+    budget_bytes: int | None,
+    other_bytes: int,
+    largest: Largest,
 ) -> dict[Signature, int]:
     """How many experts of each kind have room: all, or a share of the budget like their share of all bytes."""
     all_of = {key: sum(sites[site][0].shape[0] for site in own) for key, own in groups.items()}
@@ -270,12 +282,11 @@ def _counts(
         return all_of
     bytes_of = {key: _expert_bytes(sites[own[0]]) for key, own in groups.items()}
     whole = sum(all_of[key] * bytes_of[key] for key in groups)
-    left = budget_bytes - other_bytes
-    counts = {key: min(all_of[key], left * all_of[key] // whole) for key in groups}
-    if any(count < 1 for count in counts.values()):
-        least = other_bytes + max(math.ceil(whole / all_of[key]) for key in groups)
+    least = largest(other_bytes + max(-(-whole // all_of[key]) for key in groups))
+    if budget_bytes < least:
         raise too_small(budget_bytes, least, "one expert of each kind, and what is always there")
-    return counts
+    left = budget_bytes - other_bytes
+    return {key: min(all_of[key], left * all_of[key] // whole) for key in groups}
 
 
 def _goes(places: dict[int, list[int]], size: int) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.expert_cache import ExpertCache, is_expert
 from firstlight.engine.weights.loader import Weights, load
 from firstlight.engine.weights.pages import aligned
-from firstlight.engine.weights.residency import LayerStream, too_small, without
+from firstlight.engine.weights.residency import Largest, LayerStream, alone, too_small, without
 
 
 def hold(
@@ -26,32 +26,39 @@ def hold(
     kind: Residency = "resident",
     budget_bytes: int | None = None,
     threads: int | None = None,
+    largest: Largest = alone,
     **options: Any,
 ) -> Weights:
     """Weights of which `kind` says what is in memory when; `options` are those of `load`.
 
     `budget_bytes` bounds the memory for weights, staging included; without one there is room for all of them, and
-    `streamed` runs a layer while those behind it are still being read. Raises `Refused` where the budget is too small.
+    `streamed` runs a layer while those behind it are still being read. `largest` gives the largest of all ranks'
+    numbers, so that all judge alike. Raises `Refused` where the budget is too small, with the least that is not.
     """
     if kind == "resident":
-        if budget_bytes is not None and budget_bytes < pieces.nbytes:
-            raise too_small(budget_bytes, pieces.nbytes, "all weights at once (--residency streamed needs less)")
+        if budget_bytes is not None and budget_bytes < (least := largest(pieces.nbytes)):
+            raise too_small(budget_bytes, least, "all weights at once (--residency streamed needs less)")
         return load(checkpoint, pieces, device, threads, **options)
     start, stop = pieces.layers
     if kind == "streamed":
         always = without(pieces, lambda storage: start <= storage.layer < stop)
     else:
         always = without(pieces, is_expert)
-        if len(always.storages) == len(pieces.storages):
+        if not largest(len(pieces.storages) - len(always.storages)):
             raise _no_experts()
     other_bytes = sum(aligned(storage.nbytes) for storage in always.storages)
     staging_limit, staging = residency.STAGING_BYTES, 0
     if budget_bytes is not None:  # both are filled one after the other, through the same staging memory
         options["ahead_bytes"] = staging_limit // 2
         staging = residency.staging_bytes(checkpoint, always.storages, always.pieces, device, staging_limit)
-    coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads, staging)
-    stream = LayerStream(*coming) if kind == "streamed" else None
-    experts = ExpertCache(*coming) if kind == "experts" else None
+    coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads, staging, largest)
+    stream = experts = None
+    if kind == "streamed":
+        stream = LayerStream(*coming)
+    elif len(always.storages) < len(pieces.storages):
+        experts = ExpertCache(*coming)
+    elif budget_bytes is not None and budget_bytes < (least := largest(other_bytes + staging)):
+        raise too_small(budget_bytes, least, "what is always there, on a rank without experts")
     try:
         if stream is not None and budget_bytes is None:
             stream.begin()
@@ -72,7 +79,7 @@ def _no_experts() -> Refused:
             "usage",
             "the model has no experts that could be read on demand",
             expected="a mixture of experts",
-            found="none on this rank",
+            found="none",
             next="use --residency streamed",
         )
     )

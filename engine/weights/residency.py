@@ -25,10 +25,16 @@ from firstlight.engine.weights.pages import aligned
 from firstlight.engine.weights.placing import STORED_DTYPES
 
 Built = TypeVar("Built")
+Largest = Callable[[int], int]  # a number of this rank -> the largest of all ranks, which all of them ask for at once
 
 AHEAD = 1  # layers that are read ahead at first
 MOST_AHEAD = 4
 STAGING_BYTES = 32 << 20  # of pieces that are converted or cut, while one batch is worked on and the next is read
+
+
+def alone(number: int) -> int:
+    """The largest of one rank's numbers: its own."""
+    return number
 
 
 class ResidencyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +76,11 @@ class LayerStream:
         other_bytes: int,
         threads: int | None = None,
         other_staging_bytes: int = 0,
+        largest: Largest = alone,
     ) -> None:
         """`other_bytes` of the budget are taken already, by what takes `other_staging_bytes` until it is read.
 
-        Raises `Refused` where not even two layers have room.
+        Raises `Refused` where not even two layers have room, on this rank or on another that `largest` knows of.
         """
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._start, self._stop = pieces.layers
@@ -84,7 +91,7 @@ class LayerStream:
         self._staging_bytes = staging
         sizes = [sum(aligned(one.nbytes) for one in self._storages[layer]) for layer in self._range]
         slot_bytes = max(sizes)
-        count = _slots(len(sizes), slot_bytes, budget_bytes, other_bytes + self._staging_bytes)
+        count = _slots(len(sizes), slot_bytes, budget_bytes, other_bytes + self._staging_bytes, largest)
         self._pool = Pool.reserve(count * slot_bytes, "layers", device, wait=False)
         self._slots = [self._pool.take((slot_bytes,), torch.uint8) for _ in range(count)]
         self._free = list(range(count))
@@ -348,20 +355,19 @@ def too_small(budget_bytes: int, least_bytes: int, what: str) -> Refused:
             f"the budget for weights is too small for {what}",
             expected=f"at least {least_bytes:,} bytes",
             found=f"{budget_bytes:,} bytes",
-            next="raise --weights-budget, or divide the model over more ranks; of several ranks each needs its own, "
-            "and this is what the one that says so needs",
+            next="raise --weights-budget to that, or divide the model over more ranks; of several ranks each has this "
+            "budget, and this is what the one that needs most needs",
         )
     )
 
 
-def _slots(layers: int, slot_bytes: int, budget_bytes: int | None, other_bytes: int) -> int:
+def _slots(layers: int, slot_bytes: int, budget_bytes: int | None, other_bytes: int, largest: Largest) -> int:
     if budget_bytes is None:
         return layers
-    count = min(layers, (budget_bytes - other_bytes) // max(1, slot_bytes))
-    if count < min(2, layers):
-        least = other_bytes + min(2, layers) * slot_bytes
+    least = largest(other_bytes + min(2, layers) * slot_bytes)
+    if budget_bytes < least:
         raise too_small(budget_bytes, least, "two layers at once, and what is always there")
-    return count
+    return min(layers, (budget_bytes - other_bytes) // max(1, slot_bytes))
 
 
 def _spread(layers: range, count: int) -> Sequence[int]:

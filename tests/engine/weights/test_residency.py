@@ -253,11 +253,13 @@ def test_no_bit_depends_on_how_many_experts_have_room(name: str, share: float, c
     np.testing.assert_array_equal(logits(residency="experts", weights_budget=int(low * (1 + share))), wanted)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("mxfp4", "experts"), ("mxfp4", "streamed"), ("fp8-blocks", "experts")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mxfp4", "experts"), ("nvfp4", "streamed"), ("fp8-blocks", "experts"), ("gptq", "experts")]
+)
 def test_quantized_weights_come_and_go_as_they_are_kept(
     name: str, kind: Residency, held: Callable[..., Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes and scales of experts that stay packed; numbers where they are unpacked while they are read."""
+    """Codes of experts, and all that stands beside them; numbers where they are unpacked while they are read."""
     for module in (residency, expert_cache):
         monkeypatch.setattr(module, "STAGING_BYTES", 256 << 10)
     written("qwen3_moe", CONFIGS[name], tmp_path)
@@ -297,6 +299,39 @@ def test_one_rank_of_several_holds_its_own_experts(checkpoint: Get, held: Callab
     before = cached.experts.report()
     assert cached.experts.routed(site, torch.tensor([[99, -1]]), 0, none_of).tolist() == [[0.0]]
     assert cached.experts.report() == before, "a token whose experts are all of other ranks reads nothing"
+
+
+@pytest.mark.parametrize("kind", ["streamed", "experts", "resident"])
+def test_the_least_budget_that_is_named_is_that_of_the_rank_that_needs_most(kind: Residency, checkpoint: Get) -> None:
+    """Whichever rank says it, a stage without experts too. With that budget every rank comes up."""
+    checkpoint_ = Checkpoint.open(str(checkpoint("deepseek_v3")))
+    spec, matcher = FAMILIES.describe(checkpoint_.config)
+    ledger = account(checkpoint_, spec, matcher)
+    said: list[list[int]] = [[], []]  # what each rank asks the others about
+
+    def budget_of(rank: int, budget_bytes: int, others: list[int]) -> int | None:
+        """The least budget that a rank names; None if it came up."""
+        others = list(others)
+
+        def largest(number: int) -> int:
+            said[rank].append(number)
+            return max(number, others.pop(0)) if others else number
+
+        pieces = rank_pieces(spec, Mesh(pp=3), rank, "F32", ledger)
+        try:
+            hold(checkpoint_, pieces, torch.device("cpu"), kind, budget_bytes, largest=largest).close()
+        except Refused as refused:
+            return int(str(refused.findings[0].expected).split()[2].replace(",", ""))
+        return None
+
+    needs = [budget_of(rank, 1000, [1] if kind == "experts" else []) for rank in range(2)]
+    assert needs[0] != needs[1]
+    assert None not in needs
+    most = max(needs)
+    alike = [list(numbers) for numbers in said]
+    assert len(alike[0]) == len(alike[1]), "all ranks ask at once, or one would wait for ever"
+    assert [budget_of(rank, most - 1, alike[1 - rank]) for rank in range(2)] == [most, most]
+    assert [budget_of(rank, most, alike[1 - rank]) for rank in range(2)] == [None, None]
 
 
 def test_a_dense_model_has_no_experts_to_fetch(checkpoint: Get, held: Callable[..., Held]) -> None:
