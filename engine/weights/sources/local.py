@@ -35,8 +35,9 @@ from firstlight.engine.weights.sources.trial import ROWS_TURN_BYTES, Cheaper, Ga
 
 Method = Literal["auto", "buffered", "direct"]
 BLOCK_BYTES = 4096  # what O_DIRECT aligns offsets, lengths and memory to, on every disk there is
-HUGE_PAGE_BYTES = 2 << 20  # one for each read past the cache: in small pages a request is a list of 256 places
-DIRECT_BYTES = HUGE_PAGE_BYTES - 2 * BLOCK_BYTES  # of one read past the cache
+HUGE_PAGE_BYTES = 2 << 20  # reads past the cache go into these: in small pages a request is a list of 256 places
+BUFFER_BYTES = 2 * HUGE_PAGE_BYTES
+DIRECT_BYTES = BUFFER_BYTES - 2 * BLOCK_BYTES  # of one read past the cache
 ALONE_BYTES = 32 << 10  # of a share of a row that is worth a read of its own past the cache
 NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth being called for
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -135,16 +136,17 @@ class LocalFiles:
 
 
 class Buffer:
-    """A huge page, where the system gives one, or as much of small ones."""
+    """Huge pages, where the system gives them, or as much of small ones."""
 
     def __init__(self) -> None:
-        self._area = mmap.mmap(-1, 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area_bytes = BUFFER_BYTES + HUGE_PAGE_BYTES  # room to align
+        self._area = mmap.mmap(-1, area_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._area))
         start = -address % HUGE_PAGE_BYTES
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._area.madvise(mmap.MADV_HUGEPAGE, start, HUGE_PAGE_BYTES)
+            self._area.madvise(mmap.MADV_HUGEPAGE, start, BUFFER_BYTES)
         self.address = address + start
-        self.bytes = memoryview(self._area)[start : start + HUGE_PAGE_BYTES]
+        self.bytes = memoryview(self._area)[start : start + BUFFER_BYTES]
 
 
 class LocalFile:
@@ -202,7 +204,7 @@ class LocalFile:
         source, stride = self._source, offsets.step
         method, descriptor = self._cold_way()
         is_settled = source.method != "auto" or bool(source.trial.verdict)
-        is_together = source.gaps.is_together(method, span, stride, len(offsets), is_settled)
+        is_together = source.gaps.is_together(method, span, stride, is_settled)
         self._read_no_further()
         if is_together and span <= DIRECT_BYTES:
             asked = _in_blocks(offsets[0], offsets[-1] + span)
@@ -377,10 +379,12 @@ class LocalFile:
         descriptor = self._direct_descriptor()
         assert descriptor is not None
         buffer = self._source.take_buffer()
+        reads = -(-(end - offset) // DIRECT_BYTES)  # of about the same size: a short one takes nearly as long
+        each = -(-(end - offset) // reads)
         try:
             while pending:
                 start = offset // BLOCK_BYTES * BLOCK_BYTES
-                stop = min(start + DIRECT_BYTES, end)
+                stop = min(offset + each, end)
                 self._fill(descriptor, buffer, start, stop)
                 pending = _copy(buffer.address + offset - start, stop - offset, pending)
                 offset = stop

@@ -17,7 +17,6 @@ TURN_BYTES = 16 << 20  # copied in each way before one is chosen
 ROWS_TURN_BYTES = 4 << 20  # the same of shares of rows of one kind, which are fewer
 BYTES_A_S, REQUESTS_A_S = 1e9, 5e4  # what a disk is taken for, and for how long, before it is measured
 GUESS_S = 0.01
-CLEARLY_MORE = 4  # times what one more request costs, or less than that part of it: a gap of which nothing is in doubt
 
 
 class Trial:
@@ -101,8 +100,8 @@ class Gaps:
     """Whether shares of rows are read with what lies between them, or in a request for each.
 
     A gap is worth a request where it takes longer to be read: what a disk gives in a second, by the requests it answers
-    in one, both as measured on the load itself. Disks that reach one of these limits have the other one free, so rows
-    with gaps of about that size go the way on which they are done first, behind what is under way there.
+    in one, both as measured on the load itself. Rows of one kind all go one way: small requests among large ones hold
+    those up and take longer themselves.
     """
 
     def __init__(self) -> None:
@@ -132,18 +131,13 @@ class Gaps:
         with self._lock:
             self.requests.end(rows, time.perf_counter())
 
-    def is_together(self, method: str, span_bytes: int, stride_bytes: int, rows: int, is_settled: bool = True) -> bool:
-        """Whether so many rows are to be read with what is between them. `is_settled`: `method` is not on trial."""
+    def is_together(self, method: str, span_bytes: int, stride_bytes: int, is_settled: bool = True) -> bool:
+        """Whether rows are to be read with what is between them. `is_settled`: `method` is not on trial."""
         with self._lock:
-            whole, requests, gap = self.bytes[method], self.requests, stride_bytes - span_bytes
-            worth = whole.rate / requests.rate
-            if not is_settled:  # by a guess: what is measured on one trial must not bear on another
-                return gap <= BYTES_A_S / REQUESTS_A_S
-            if not worth / CLEARLY_MORE <= gap <= worth * CLEARLY_MORE:
-                return gap <= worth
-            together_s = (whole.under_way + rows * stride_bytes) / whole.rate
-            apart_s = (requests.under_way + rows) / requests.rate + rows * span_bytes / whole.rate
-            return together_s <= apart_s
+            worth = BYTES_A_S / REQUESTS_A_S  # by a guess: what is measured on one trial must not bear on another
+            if is_settled:
+                worth = self.bytes[method].rate / self.requests.rate
+            return stride_bytes - span_bytes <= worth
 
     @property
     def verdict(self) -> str:

@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,27 +292,50 @@ def test_rows_are_the_same_with_and_without_what_is_between_them(
 
 
 def test_gaps_are_read_or_left_out_whichever_is_sooner_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what a disk was found to give; where that is about the same, by what is under way on either side."""
+    """By what a disk was found to give, and never some of a kind this way and some that way."""
     now_s = 0.0
     monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now_s))
     gaps = trial.Gaps()
     assert gaps.verdict == ""
     gaps.begin("direct", 2_000_000_000)
-    gaps.begin_rows(100_000)
+    gaps.begin_rows(40_000)
     now_s = 1.0
     gaps.end("direct", 2_000_000_000)
-    gaps.end_rows(100_000)
-    assert "20 KB" in gaps.verdict
-    assert gaps.is_together("direct", 512, 4096, 100), "a fifth of a request"
-    assert not gaps.is_together("direct", 16_384, 131_072, 100), "six requests"
-    for gap in (15_000, 25_000):
+    gaps.end_rows(40_000)
+    assert "50 KB" in gaps.verdict
+    for gap in (4096, 15_000, 48_000):
         gaps.begin("direct", 1 << 30)
-        assert not gaps.is_together("direct", 2048, 2048 + gap, 100)
-        assert gaps.is_together("direct", 2048, 2048 + gap, 100, False) == (gap < 20_000), "nothing is tried on trial"
+        assert gaps.is_together("direct", 2048, 2048 + gap)
+        gaps.end("direct", 0)
+    for gap in (52_000, 120_000):
         gaps.begin_rows(100_000)
-        gaps.end("direct", 1 << 30)
-        assert gaps.is_together("direct", 2048, 2048 + gap, 100)
-        gaps.end_rows(100_000)
+        assert not gaps.is_together("direct", 2048, 2048 + gap)
+        gaps.end_rows(0)
+    for gap in (15_000, 25_000):
+        assert gaps.is_together("direct", 2048, 2048 + gap, False) == (gap < 20_000), "nothing is tried on trial"
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, local.DIRECT_BYTES, local.DIRECT_BYTES + 1, 8 << 20])
+def test_reads_past_the_cache_are_of_about_the_same_size(
+    nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No short one at the end, which takes nearly as long as a whole one."""
+    content = random.Random(nbytes).randbytes(nbytes + 100)
+    (tmp_path / "shard").write_bytes(content)
+    asked, target, fill = [], bytearray(nbytes), local.LocalFile._fill
+
+    def noted(self: local.LocalFile, descriptor: int, buffer: local.Buffer, start: int, end: int) -> None:
+        asked.append(end - start)
+        fill(self, descriptor, buffer, start, end)
+
+    monkeypatch.setattr(local.LocalFile, "_fill", noted)
+    with closing(LocalFiles(tmp_path, "direct").open("shard")) as opened:
+        opened.read_into(77, [memoryview(target)])
+    assert bytes(target) == content[77 : 77 + nbytes]
+    if not asked:
+        pytest.skip("a file system without reads past the cache")
+    assert len(asked) == -(-nbytes // local.DIRECT_BYTES)
+    assert min(asked) > max(asked) - 3 * local.BLOCK_BYTES
 
 
 def test_kinds_of_rows_have_a_way_out_of_the_page_cache_each() -> None:
