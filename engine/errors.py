@@ -27,6 +27,10 @@ class Refused(FirstlightError):
         super().__init__("\n".join(str(finding) for finding in self.findings))
 
 
+class Occupied(Refused):
+    """Somebody works where this was to be done: what was recorded there stays true, and this is no part of it."""
+
+
 class RankFailure(FirstlightError):
     """A rank died, stopped answering or raised; names the rank and the phase it was in.
 

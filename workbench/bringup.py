@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.errors import FirstlightError, Occupied, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.cluster import launched
 from firstlight.engine.parallel.hardware import CPU, Cluster, parse_cluster
@@ -352,11 +352,16 @@ class Bringup:
         return msgspec.structs.replace(report, duration_s=duration_s)
 
     def _rung(self, verb: str, work: Callable[[Progress], Report]) -> Report:
-        """Does the work if the rungs below allow it, and appends its report, whatever came of it."""
+        """Does the work if the rungs below allow it, and appends its report, whatever came of it.
+
+        Only a start beside an engine that runs here already is no rung of this run: nothing about it has changed.
+        """
         forced = False
         try:
             forced = self.run.require(verb, self.force)
             report = work(Progress(verb, self._listeners))
+        except Occupied as error:  # this run's engine goes on, and what its start reported holds
+            return report_of(verb, self.run.record.model, error)
         except FirstlightError as error:
             report = report_of(verb, self.run.record.model, error)
         if forced:

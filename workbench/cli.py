@@ -175,6 +175,7 @@ def _run_verb(verb: str, words: list[str], outlet: Outlet) -> int:
             report = command.run(parsed, session)
         except (FirstlightError, OSError, MemoryError) as error:
             report = report_of(verb, _title(parsed), error)
+            session.leave_run(verb, error)
         except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one
             report = report_of(verb, _title(parsed), error, session.run)
         brief = getattr(command, "SHOWS_ITSELF", False)

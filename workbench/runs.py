@@ -5,6 +5,7 @@ runs/<time>-<model>/  run.json  reports/<nn>-<verb>.json  events.sqlite  traces/
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -25,6 +26,7 @@ STANDS_ON = {"generate": "infer", "serve": "start", "validate": "infer"}
 """Verbs off the ladder, and the rung whose place they take."""
 
 DEFAULT_ROOT = "runs"
+FOLDERS = ("reports", "traces", "golden")
 MOST_OF_A_NAME = 120  # characters of a model's name in that of a folder, of which file systems take 255 bytes
 
 
@@ -89,6 +91,8 @@ class Run:
     def __init__(self, directory: Path, record: RunRecord) -> None:
         self.directory = directory
         self.record = record
+        self.is_new = False  # made by this process, which has entered nothing yet
+        self._was_there = True  # the directory, empty
         self._writer: EventWriter | None = None
         self._lost = 0  # events, as far as reports say
 
@@ -155,8 +159,9 @@ class Run:
 
     @classmethod
     def _new(cls, directory: Path, model: str, checkpoint: str) -> Run:
+        was_there = directory.is_dir()
         try:
-            for name in ("reports", "traces", "golden"):
+            for name in FOLDERS:
                 (directory / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             place = "a place that may be written"
@@ -164,7 +169,19 @@ class Run:
         record = RunRecord(model=model, checkpoint=checkpoint, created=now_iso(), command=command_line())
         run = cls(directory, record)
         run._save()
+        run.is_new, run._was_there = True, was_there
         return run
+
+    def discard(self) -> None:
+        """Takes away a directory that was made just now and holds nothing but its skeleton; else nothing."""
+        if not self.is_new:
+            return
+        with contextlib.suppress(OSError):  # what somebody has put there stays
+            for name in FOLDERS:
+                (self.directory / name).rmdir()
+            (self.directory / "run.json").unlink()
+            if not self._was_there:
+                self.directory.rmdir()
 
     @property
     def events(self) -> EventWriter:
@@ -181,6 +198,7 @@ class Run:
 
         One that timed a step call by call leaves it in `traces/<nn>-<verb>.json` as well, for Perfetto.
         """
+        self.is_new = False
         number = 1 + max((rung.number for rung in self.record.rungs), default=0)
         path = report.write(self.directory / "reports" / f"{number:02d}-{report.verb}.json")
         if timeline := report.tables.get("timeline"):

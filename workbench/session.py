@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from firstlight.engine.errors import Refused
+from firstlight.engine.errors import Occupied, Refused
 from firstlight.engine.findings import fatal
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.face import Face
 from firstlight.workbench.outlet import Outlet
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Report
-from firstlight.workbench.runs import Run
+from firstlight.workbench.runs import LADDER, Run
 
 
 @dataclass
@@ -54,6 +54,20 @@ class Session:
         elif not self.has_said_all:
             self.face.report(report)
         return report
+
+    def leave_run(self, verb: str, error: BaseException) -> None:
+        """Has nothing of a call in its run that changed nothing there.
+
+        That is one that another engine of the run kept from beginning, and the refusal of a verb off the ladder in a
+        run that was made for it: the refusal of a rung is evidence, and those above stand on it.
+        """
+        if self.run is None or not isinstance(error, Refused):
+            return
+        if not isinstance(error, Occupied) and (verb in LADDER or not self.run.is_new):
+            return
+        self.run.close()
+        self.run.discard()
+        self.run = None
 
     def close(self) -> None:
         self.face.settle()

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from firstlight.engine.errors import RankFailure, Refused
+from firstlight.engine.errors import Occupied, RankFailure, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.inputs import side_files
 from firstlight.engine.model.families import FAMILIES
@@ -343,7 +343,7 @@ def _new_directory(runtime_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _taken(directory: Path) -> Iterator[int]:
-    """The directory, opened and locked for a host; `Refused` while another's is there, which would be lost by this one.
+    """The directory, opened and locked for a host; `Occupied` while another's is there, which would be lost by this one.
 
     The lock lasts until nobody has what is given here open any more: no file stays behind for it.
     """
@@ -377,10 +377,10 @@ def _handle_in(directory: Path) -> Handle | None:
         return None
 
 
-def _occupied(directory: Path, handle: Handle | None) -> Refused:
+def _occupied(directory: Path, handle: Handle | None) -> Occupied:
     where = f" at {handle.url}" if handle is not None and handle.url else ""
     end = f", or end it (firstlight serve --stop {shlex.quote(str(directory))})" if handle is not None else ""
-    return Refused(
+    return Occupied(
         fatal(
             "not-available",
             f"an engine host runs in {directory} already: started here, another would make it unreachable",

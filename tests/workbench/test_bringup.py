@@ -197,6 +197,14 @@ def test_a_detached_engine_outlives_its_session_until_a_verb_ends_it(
         assert again.detached
         assert again.engine.info().dtype == "F32"
     assert alive(pids) == list(pids)
+    rungs = Run.attach(tmp_path / "run").record.rungs
+    with Bringup(MENAGERIE, run=tmp_path / "run") as other:
+        assert "runs in" in other.start().findings[0].message, "a second one beside it is refused"
+        assert Run.attach(tmp_path / "run").record.rungs == rungs, "what its start reported holds"
+        assert not other.run.require("export")
+    assert main(["serve", str(MENAGERIE), "--port", "0", "--run", str(tmp_path / "run")]) == 2
+    assert Run.attach(tmp_path / "run").record.rungs == rungs
+    assert alive(pids) == list(pids)
     capsys.readouterr()
     assert main(["serve", "--stop", str(tmp_path / "run"), "--json", "-"]) == 0
     gone(pids)

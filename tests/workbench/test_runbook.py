@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from firstlight.engine.errors import Refused
+from firstlight.workbench.cli import main
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.report import Draft
 from firstlight.workbench.runbook import parse_setting, runbook, settings_for
@@ -136,6 +137,18 @@ def test_a_file_that_is_no_runbook_is_refused(tmp_path: Path) -> None:
     nbformat.write(notebook, tmp_path / "d.ipynb")
     with pytest.raises(Refused, match="no parameters CHECKPOINT, RUN, STOP"):
         runbook(tmp_path / "d.ipynb", str(MENAGERIE), run)
+
+
+def test_a_refused_notebook_leaves_no_run_directory(tmp_path: Path) -> None:
+    """One that is there, with a rung in it, says what was refused."""
+    (tmp_path / "empty").mkdir()
+    for name in ("new/run", "empty"):
+        assert main(["runbook", "absent.ipynb", str(MENAGERIE), "--run", str(tmp_path / name)]) == 2
+    assert not (tmp_path / "new" / "run").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+    assert main(["plan", str(MENAGERIE), "--tp", "3", "--run", str(tmp_path / "run")]) == 2
+    assert main(["runbook", "absent.ipynb", str(MENAGERIE), "--run", str(tmp_path / "run")]) == 2
+    assert [rung.verb for rung in Run.attach(tmp_path / "run").record.rungs] == ["plan", "runbook"]
 
 
 def test_settings_are_read_as_yaml() -> None:
