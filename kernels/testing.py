@@ -184,7 +184,7 @@ def _tensors(call: Call) -> list[Tensor]:
     found: list[Tensor] = []
     for one in (*call.args, *call.kwargs.values()):
         if isinstance(one, PackedMatrix):
-            found += (one.code_bytes, one.stored_scales)
+            found += one.parts
         elif isinstance(one, ExpertRules):
             found += [bias for bias in (one.gate_up_bias_E2F, one.down_bias_EH) if bias is not None]
         elif isinstance(one, Tensor):

@@ -21,7 +21,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
-from firstlight.engine.parallel.kept import SCALE, Wish, kept_roles
+from firstlight.engine.parallel.kept import SUFFIXES, Wish, kept_roles
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -320,7 +320,7 @@ def _add_packed(held: dict[tuple[str, str], list[int]], pieces: RankPieces) -> N
         if packing is not None:
             total = held.setdefault((storage.role, f"{packing.code}, {block_words(packing.block)}"), [0, 0])
             elements = math.prod(storage.shape[:-1]) * packing.columns
-            total[0] += storage.nbytes + sizes[storage.name + SCALE]
+            total[0] += sum(sizes[storage.name + SUFFIXES[role]] for role in packing.roles)
             total[1] += elements * DTYPE_BITS[pieces.dtype] // 8
 
 

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.parallel.census import census_by
-from firstlight.engine.parallel.kept import Share, kept_roles, together, unfit
+from firstlight.engine.parallel.kept import Share, held_bytes, kept_roles, together, way_of
 from firstlight.engine.parallel.layouts import Layouts, fullest
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.parallel.plan import Plan
-from firstlight.engine.weights.formats.grid import Box, Format
+from firstlight.engine.weights.formats.grid import Format, Packing
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import StoredFormat
-from firstlight.engine.weights.header import DTYPE_BITS, dtype_bytes
+from firstlight.engine.weights.header import DTYPE_BITS
 
 GPU = "cuda"
 NAMES: Mapping[str, str] = MappingProxyType({"expert": "experts", "attention": "attention", "mlp": "dense layers"})
@@ -48,15 +48,13 @@ class Resident:
         found = self.format_of(param)
         if found is None or not math.prod(shape):
             return self._plain.nbytes(param, shape, start)
-        first = start or (0,) * len(shape)
-        box: Box = tuple((begin, begin + size) for begin, size in zip(first, shape, strict=True))
-        bounds = ((part, part.bounds(box, param.shape)) for part in found.parts[:2])
-        return sum(dtype_bytes(part.dtypes[0], math.prod(stop - low for low, stop in own)) for part, own in bounds)
+        usual = {part.role: part.dtypes[0] for part in found.parts}
+        return held_bytes(self._kept[param.home][1], usual, shape[0])
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Of which some stay packed."""
-        return tuple(sorted(set(self._kept.values())))
+        return tuple(sorted({role for role, _ in self._kept.values()}))
 
     def _is_kept(self, param: Param) -> bool:
         return len(param.shape) == 2 and param.home in self._kept and self._stored.format_of(param) is not None
@@ -64,27 +62,26 @@ class Resident:
 
 def _kept_homes(
     stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]
-) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]]:
-    """The homes of weights that every rank of tp keeps packed, with their role; by role, what hinders others.
+) -> tuple[Mapping[str, tuple[str, Packing]], Mapping[str, tuple[str, ...]]]:
+    """The homes of weights that every rank of tp keeps packed, with their role and how; by role, what hinders others.
 
     Layers alike stand for one another.
     """
     why: dict[str, dict[str, None]] = {}
     lost: set[str] = set()
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, Packing]] = {}
     params = [kind.param for kind in census_by(spec, stored.layer_key)]
     for index in range(mesh.tp):
         held = [(param, _local(param, mesh, index)) for param in params]
         for homes in together(held, roles):
-            names = {home: group[0][0].role for home, group in homes.items()}
-            found.update(names)
-            hindrances = [(names[home], _hindrance(stored, group)) for home, group in homes.items()]
-            if any(words is not None for _, words in hindrances):
-                lost.update(names)
-            for role, words in hindrances:
-                if words:
-                    why.setdefault(role, {})[words] = None
-    kept = {home: role for home, role in found.items() if home not in lost}
+            ways = {home: (group[0][0].role, _way(stored, group)) for home, group in homes.items()}
+            found.update({home: (role, way) for home, (role, way) in ways.items() if isinstance(way, Packing)})
+            if any(not isinstance(way, Packing) for _, way in ways.values()):
+                lost.update(ways)
+            for role, way in ways.values():
+                if isinstance(way, str) and way:
+                    why.setdefault(role, {})[way] = None
+    kept = {home: how for home, how in found.items() if home not in lost}
     return kept, {role: tuple(words) for role, words in why.items()}
 
 
@@ -96,18 +93,19 @@ def _local(param: Param, mesh: Mesh, index: int) -> Local:
     return local
 
 
-def _hindrance(stored: StoredFormat, group: list[tuple[Param, Local]]) -> str | None:
-    """What keeps the parameters of a home from staying packed; None: nothing; empty: they are stored plain."""
+def _way(stored: StoredFormat, group: list[tuple[Param, Local]]) -> Packing | str:
+    """How the parameters of a home stay packed, or what keeps them from it; empty: they are stored plain."""
     shares = []
     for param, local in group:
         format_ = stored.format_of(param)
         if format_ is None:
             return ""
-        if words := format_.hindrance(format_.parts[0].dtypes[0]):
-            return f"{format_.describe()}: {words}"
-        rows, columns = local.bounds
-        shares.append(Share(format_, format_.parts[0].dtypes[0], rows, columns, (param.shape[0], param.shape[1])))
-    return unfit(shares) or None
+        dtypes = tuple(part.dtypes[0] for part in format_.parts)
+        rows, columns = ((start, stop, 1) for start, stop in local.bounds)
+        shares.append(Share(format_, dtypes, rows, columns, (param.shape[0], param.shape[1])))
+    way = way_of([tuple(shares)])
+    unlike = isinstance(way, str) and shares[0].format.hindrance(shares[0].dtypes[0])
+    return f"{shares[0].format.describe()}: {way}" if unlike else way
 
 
 def resident_finding(

@@ -1,29 +1,37 @@
-"""Weights that stay packed on a rank: codes and scales side by side, as they are stored. No torch.
+"""Weights that stay packed on a rank: codes, and beside them scales and what else their format has. No torch.
 
-A weight is kept so where an operator multiplies by its codes (`Format.packing`), nothing but a product reads it, and a
-rank's share begins and ends between blocks. Everything else that is stored packed is unpacked while it is read.
+A weight is kept so where an operator multiplies by its codes (`Format.packing`) and nothing but a product reads it.
+What a rank holds of it lies row by row, whatever the order in the file is; where its share begins inside a block,
+blocks are made smaller. Everything else that is stored packed is unpacked while it is read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from firstlight.engine.model.spec import Param
 from firstlight.engine.parallel.placement import Local
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Format, Packed, Packing
-from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.formats.grid import WHOLE, Format, Packed, Packing, blocks
+from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import Ledger, Region
 from firstlight.engine.weights.source import Source
+from firstlight.kernels.packed.kinds import CODE_BITS
 
 SCALE = "_scale"  # what the names of scales end with, behind that of the weight
-SCALES = frozenset(("F32", "BF16", "F16", "U8", "F8_E8M0"))
+# How the names of what a weight is held as end, by role (`Packing.roles`).
+SUFFIXES: Mapping[str, str] = MappingProxyType(
+    {"codes": "", "scale": SCALE, "zero": "_zero", "outer": "_outer", "order": "_order"}
+)
+SCALES = frozenset(("F32", "BF16", "F16", "U8", "F8_E8M0", "F8_E4M3"))
 # Weights that are read by products alone, by the last part of their name; what a block reads otherwise is unpacked.
 PRODUCTS = frozenset(("qkv", "o", "q", "q_a", "q_b", "kv", "kv_a", "g", "gate", "up", "gate_up", "down", "in", "o_b"))
 ROLES = frozenset(("expert", "attention", "mlp"))  # of weights that may stay packed
+OTHERWISE = "weights that share its memory are stored in other ways"
 UNWANTED = "as it is chosen for this device, or asked for (--packed)"
 Wish = Literal["auto", "always", "never"]
 WISHES: tuple[Wish, ...] = ("auto", "always", "never")
@@ -32,27 +40,37 @@ RESIDENCIES: tuple[Residency, ...] = ("resident", "streamed", "experts")
 
 
 class Kept(NamedTuple):
-    """One stored tensor of a weight that stays packed: where it goes, as a parameter, and what is read of it.
+    """One tensor that a weight is held as, by its role: as a parameter, what is read for it, and of which weight."""
 
-    `said`: the weight, where beside its codes stands what it should be.
-    """
-
+    role: str
     param: Param
     local: Local
-    tensor: TensorInfo
     region: Region
-    packing: Packing | None  # of codes
-    said: Packed | None = None
+    packed: Packed
+    packing: Packing
 
 
 class Share(NamedTuple):
-    """A rank's [start, stop) in rows and columns of a weight with so many, in a format."""
+    """A rank's (start, stop, step) in rows and columns of a weight with so many, in a format.
+
+    `dtypes` of the stored tensors, as the format has its parts.
+    """
 
     format: Format
-    codes: str
-    rows: tuple[int, int]
-    columns: tuple[int, int]
+    dtypes: tuple[str, ...]
+    rows: tuple[int, int, int]
+    columns: tuple[int, int, int]
     shape: tuple[int, int]
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """The dtypes of the stored tensors by role."""
+        return {part.role: dtype for part, dtype in zip(self.format.parts, self.dtypes, strict=True)}
+
+    @property
+    def count(self) -> int:
+        """Rows of the share."""
+        return -(-(self.rows[1] - self.rows[0]) // self.rows[2])
 
 
 def kept_roles(wish: Wish, device_type: str) -> tuple[frozenset[str], str]:
@@ -82,13 +100,16 @@ def kept_packed(
     found: dict[str, tuple[Kept, ...]] = {}
     hindered: dict[str, str] = {}
     for homes in together(held, roles):
-        words = {home: _hindrance(group, ledger) for home, group in homes.items()}
-        first = next(filter(None, words.values()), "")
+        ways = {home: _way(group, ledger) for home, group in homes.items()}
+        first = next((way for way in ways.values() if isinstance(way, str)), "")
         for home, param, local in ((home, *one) for home, group in homes.items() for one in group):
-            if first:
-                hindered[param.name] = words[home] or f"kept as what it is multiplied with is: {first}"
+            way = ways[home]
+            if isinstance(way, str):
+                hindered[param.name] = way
+            elif first:
+                hindered[param.name] = f"kept as what it is multiplied with is: {first}"
             else:
-                found[param.name] = tuple(_parts(param, local, ledger))
+                found[param.name] = tuple(_parts(param, local, ledger.sources[param.name], way))
     return found, hindered
 
 
@@ -116,87 +137,115 @@ def _is_of_product(param: Param) -> bool:
     return parts[-1] == "weight" and len(parts) > 1 and parts[-2] in PRODUCTS
 
 
-def _hindrance(group: Sequence[tuple[Param, Local]], ledger: Ledger) -> str:
-    """What keeps the parameters of one home from staying packed in it, one behind the other; empty: nothing."""
+def _way(group: Sequence[tuple[Param, Local]], ledger: Ledger) -> Packing | str:
+    """How the parameters of one home are held in it, one behind the other, or what keeps them from staying packed."""
     by_expert: dict[int | None, list[Share]] = {}
-    scales = set()
     for param, local in group:
-        packed = ledger.sources[param.name].packed
-        if packed is None:
+        source = ledger.sources[param.name]
+        if source.packed is None:
             return "a weight that shares its memory is stored plain"
-        if words := packed.format.hindrance(packed.tensors[0].dtype):
-            return words
-        share = _share(ledger.sources[param.name], local)
+        share = _share(source, source.packed, local)
         if share is None:
             return "it is stored transposed, or in turns with others"
-        scales.add(packed.tensors[1].dtype)
         by_expert.setdefault(param.expert, []).append(share)
+    return way_of(map(tuple, by_expert.values()))
+
+
+def way_of(experts: Iterable[tuple[Share, ...]]) -> Packing | str:
+    """How shares of weights lie one behind the other, of every expert in the same way, or what keeps them from it.
+
+    Blocks become as small as it takes for every share, and whatever lies behind another one, to begin with a block.
+    """
+    stacks = tuple(dict.fromkeys(experts))
+    shares = tuple(dict.fromkeys(share for stack in stacks for share in stack))
+    if words := next(filter(None, (share.format.hindrance(share.dtypes[0]) for share in shares)), ""):
+        return words
+    held = {tuple(held_dtype(role, share.stored) for role in _packing(share).roles) for share in shares}
+    scales = {dtypes[1] for dtypes in held}
     if len(scales) > 1 or not scales <= SCALES:
         return f"no operator takes scales in {' beside '.join(sorted(scales))}"
-    return next((words for words in map(unfit, by_expert.values()) if words), "")
+    if len(held) > 1 or len({(_packing(share), share.columns, share.shape[1]) for share in shares}) > 1:
+        return OTHERWISE
+    ways = {_way_of_stack(stack) for stack in stacks}
+    found, (first, *_) = ways.pop(), shares
+    if ways:
+        return OTHERWISE
+    if first.columns[0] * CODE_BITS[found.code] % 8:
+        return "a share begins inside a byte"
+    rows = sum(share.count for share in stacks[0])
+    if held_bytes(found, first.stored, rows) > 2 * rows * found.columns:
+        return "what stands beside codes, in blocks as small as a share asks for, would take more memory than numbers"
+    return found
 
 
-def _share(source: Source, local: Local) -> Share | None:
-    """What a rank reads of a packed weight; None where it is not a run of rows and columns of it."""
-    if source.packed is None or source.transpose:
-        return None
+def _share(source: Source, packed: Packed, local: Local) -> Share | None:
+    """What a rank reads of a packed weight; None where it is not rows of it, from one column to another."""
     *_, rows, columns = source.cut(local.bounds)
-    whole = tuple(stop - start for start, stop in local.bounds)
-    if rows[2] != 1 or columns[2] != 1 or local.shape != whole:
+    if source.transpose or columns[2] != 1 or local.shape != tuple(stop - start for start, stop in local.bounds):
         return None
+    dtypes = tuple(tensor.dtype for tensor in packed.tensors)
+    return Share(packed.format, dtypes, rows, columns, (packed.shape[-2], packed.shape[-1]))
+
+
+def _packing(share: Share) -> Packing:
+    found = share.format.packing(share.dtypes[0])
+    assert found is not None, share.format
+    return found
+
+
+def _way_of_stack(stack: Sequence[Share]) -> Packing:
+    first, packing = stack[0], _packing(stack[0])
+    rows, together, offset = packing.block[0], WHOLE, 0
+    for share in stack:
+        rows = math.gcd(rows, _fitting(packing.block[0], share.rows, share.shape[0]), offset)
+        together, offset = math.gcd(together, offset), offset + share.count
+    group = packing.block[1]
+    columns = group if packing.ordered else _fitting(group, first.columns, first.shape[1])
+    return msgspec.structs.replace(
+        packing,
+        block=(rows, columns),
+        rows=together if packing.outer or packing.ordered else WHOLE,
+        columns=first.columns[1] - first.columns[0],
+        groups=blocks(first.shape[1], group) if packing.ordered else 0,
+    )
+
+
+def _fitting(block: int, cut: tuple[int, int, int], size: int) -> int:
+    """The largest part of a block that a share, and any other of its length, begins with, counted in its own rows."""
+    start, stop, step = cut
+    if step > 1:
+        if block % step:
+            return 1
+        block, start, stop = block // step, start // step, start // step + -(-(stop - start) // step)
+    return block if (start, stop) == (0, size) else math.gcd(block, start, stop - start) if block else block
+
+
+def held_dtype(role: str, stored: Mapping[str, str]) -> str:
+    """The dtype of what is held, from those of the stored tensors."""
+    if role == "zero":
+        return "I8" if stored["zero"] in ("I8", "I32") else stored["zero"]
+    return {"codes": "U8", "outer": "F32", "order": "I32"}.get(role, stored[role])
+
+
+def held_bytes(packing: Packing, stored: Mapping[str, str], rows: int) -> int:
+    """Bytes of all that is held of so many rows."""
+    return sum(
+        math.prod(packing.shape(role, rows)) * DTYPE_BITS[held_dtype(role, stored)] // 8 for role in packing.roles
+    )
+
+
+def _parts(param: Param, local: Local, source: Source, packing: Packing) -> Iterable[Kept]:
     packed = source.packed
-    return Share(packed.format, packed.tensors[0].dtype, rows[:2], columns[:2], (packed.shape[-2], packed.shape[-1]))
-
-
-def unfit(shares: Sequence[Share]) -> str:
-    """What keeps shares of weights from lying one behind the other, codes and scales; empty where nothing does.
-
-    All must be in one form, and cut between blocks.
-    """
-    forms = {(share.format.packing(share.codes), share.codes) for share in shares}
-    packing = next(iter(forms))[0]
-    if len(forms) > 1 or packing is None:
-        return "weights that share its memory are stored in other ways"
-    if packing.block[0] == WHOLE and len(shares) > 1:
-        return "weights that share its memory have one scale each"
-    cut = "a share, or what lies behind it in memory, begins or ends inside a block"
-    for index, share in enumerate(shares):
-        start, stop = share.rows
-        unit = _unit(share.format, ROWS)
-        if start % unit or ((stop - start) % unit and index + 1 < len(shares)):
-            return cut
-        if stop % unit and stop != share.shape[0]:
-            return cut
-        unit, (start, stop) = _unit(share.format, COLUMNS), share.columns
-        if start % unit or (stop % unit and stop != share.shape[1]):
-            return cut
-    return ""
-
-
-def _unit(format_: Format, dim: int) -> int:
-    """Rows or columns that no cut may part: the blocks of codes and of scales."""
-    axes = (axis for part in format_.parts[:2] for axis in part.dims if isinstance(axis, Axis) and axis.dim == dim)
-    return math.lcm(*(axis.block for axis in axes))
-
-
-def _parts(param: Param, local: Local, ledger: Ledger) -> Iterable[Kept]:
-    source = ledger.sources[param.name]
-    assert source.packed is not None
-    box = tuple((start, stop) for start, stop, _ in source.cut(local.bounds))
-    codes = source.packed.tensors[0].dtype
-    packing = source.packed.format.packing(codes)
-    assert packing is not None
-    columns = box[-1][1] - box[-1][0]
-    for suffix, (info, bounds) in zip(("", SCALE), source.packed.bounds(box)[:2], strict=True):
-        shape = tuple(stop - start for start, stop in bounds)[-2:]
-        stored = msgspec.structs.replace(
+    assert packed is not None
+    dtypes = {part.role: tensor.dtype for part, tensor in packed.stored()}
+    region = source.cut(local.bounds)
+    for role in packing.roles:
+        shape = packing.shape(role, local.shape[0])
+        held = msgspec.structs.replace(
             param,
-            name=param.name + suffix,
-            shape=info.shape[-2:],
-            storage=param.home + suffix,
-            dtype=info.dtype,
+            name=param.name + SUFFIXES[role],
+            shape=shape,
+            storage=param.home + SUFFIXES[role],
+            dtype=held_dtype(role, dtypes),
         )
-        how = msgspec.structs.replace(packing, columns=columns) if not suffix else None
-        region = tuple((start, stop, 1) for start, stop in bounds)
-        said = source.packed if not suffix and any(part.of_shape for part in source.packed.format.parts) else None
-        yield Kept(stored, Local(bounds[-2:], shape), info, region, how, said)
+        yield Kept(role, held, Local(tuple((0, size) for size in shape), shape), region, packed, packing)

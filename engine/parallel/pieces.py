@@ -37,7 +37,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A region of a stored tensor and its place: rows [row, row + shape[0]) of `storage`, or of `storage[expert]`.
 
     `shape` is the local shape after `transpose`; `region` counts in the stored tensor, or in the weight that it is the
-    first tensor of, where it is `packed`. `said`: the weight that codes are of, where its shape is stored beside them.
+    first tensor of, where it is `packed`. Such a weight is unpacked, or with a `packing` held so: then the piece is one
+    of the tensors that it is held as, by `role`.
     """
 
     param: str
@@ -49,7 +50,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     row: int
     shape: tuple[int, ...]
     packed: Packed | None = None
-    said: Packed | None = None
+    role: str = ""
+    packing: Packing | None = None
 
 
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +168,7 @@ def rank_pieces(
         pieces=tuple(pieces),
         tied_head=tied and cut == (0, spec.num_layers),
         dtype=dtype,
-        packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.packing is not None},
+        packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.role == "codes"},
         unpacked=unpacked,
     )
 
@@ -230,14 +232,16 @@ def _as_kept(kept: Sequence[Kept] | None, param: Param, local: Local) -> Iterabl
 def _kept_piece(kept: Kept, mesh: Mesh, row: int) -> Piece:
     return Piece(
         param=kept.param.name,
-        tensor=kept.tensor.name,
+        tensor=next(tensor.name for _, tensor in kept.packed.stored((kept.role,))),
         region=kept.region,
         transpose=False,
         storage=kept.param.home,
         expert=_local_expert(kept.param, mesh),
         row=row,
         shape=kept.local.shape,
-        said=kept.said,
+        packed=kept.packed,
+        role=kept.role,
+        packing=kept.packing,
     )
 
 

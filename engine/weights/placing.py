@@ -18,8 +18,9 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.cover import Run, cover, is_whole
-from firstlight.engine.weights.formats.grid import Axis, Box, Packed, Part
+from firstlight.engine.weights.formats.grid import Axis, Box, Packed, Packing
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.laying import begins_with_a_block, lay
 from firstlight.engine.weights.memory import Pool, aligned, writable_bytes
 from firstlight.engine.weights.source import Region
 from firstlight.engine.weights.sources.base import Rows
@@ -75,19 +76,37 @@ class Placing:
         """What is to be done for a piece; nothing for an empty one."""
         if not math.prod(piece.shape):
             return
+        place = self.places[piece.param]
         if piece.packed is not None:
-            yield from self._packed(piece, piece.packed)
+            if piece.role == "codes":
+                yield from self._checked(piece, piece.packed)
+            run = self._as_it_lies(piece, piece.packed, place)
+            yield from self._packed(piece, piece.packed) if run is None else self._straight(*run, place)
             return
-        if piece.said is not None:
-            yield from self._checked(piece.said)
-        info, place = self.checkpoint.tensors[piece.tensor], self.places[piece.param]
+        info = self.checkpoint.tensors[piece.tensor]
         run = cover(info, piece.region)
         same = STORED_DTYPES[info.dtype] == place.dtype and place.is_contiguous() and self.device.type == "cpu"
         if same and not piece.transpose and is_whole(info, piece.region, run):
-            bytes_of = writable_bytes if self.pool is None else self.pool.bytes_of
-            yield Step((info.name,), run.nbytes, lambda: (list(run.reads(info.file, bytes_of(place))), _nothing), False)
+            yield from self._straight(info, run, place)
             return
         yield from self._staged(piece, info, run)
+
+    def _straight(self, info: TensorInfo, run: Run, place: Tensor) -> Iterator[Step]:
+        """Read right into place."""
+        bytes_of = writable_bytes if self.pool is None else self.pool.bytes_of
+        yield Step((info.name,), run.nbytes, lambda: (list(run.reads(info.file, bytes_of(place))), _nothing), False)
+
+    def _as_it_lies(self, piece: Piece, packed: Packed, place: Tensor) -> tuple[TensorInfo, Run] | None:
+        """What is read of a weight that stays packed where its bytes are those in the file; None where they are not."""
+        if piece.packing is None or not packed.format.lies(piece.role) or self.device.type != "cpu":
+            return None
+        if any(step != 1 for _, _, step in piece.region) or not place.is_contiguous():
+            return None
+        ((part, info),) = packed.stored((piece.role,))
+        bounds = part.bounds(_box(piece.region), packed.shape)
+        run = cover(info, _region(bounds))
+        is_held = run.nbytes == place.nbytes and begins_with_a_block(part, piece.region)
+        return (info, run) if is_held and is_whole(info, _region(bounds), run) else None
 
     def read_bytes(self, piece: Piece) -> int:
         """Bytes that are read for a piece."""
@@ -98,22 +117,26 @@ class Placing:
         if not math.prod(piece.shape):
             return 0
         if piece.packed is None:
-            more = 0 if piece.said is None else sum(info.nbytes for _, info in _shapes_of(piece.said))
-            return math.prod(piece.shape) * DTYPE_BITS[self.checkpoint.tensors[piece.tensor].dtype] // 8 + more
-        return piece.packed.box_bytes(_box(piece.region))
+            return math.prod(piece.shape) * DTYPE_BITS[self.checkpoint.tensors[piece.tensor].dtype] // 8
+        packed, roles = piece.packed, _roles_of(piece, piece.packed)
+        if piece.packing is not None and piece.role == "codes":
+            roles += _beside(piece.packing, packed)
+        return packed.box_bytes(_box(piece.region), roles)
 
-    def _checked(self, packed: Packed) -> Iterator[Step]:
-        """The shape that is stored beside codes which stay packed, held against the weight's."""
-        for part, info in _shapes_of(packed):
-            run = cover(info, _region(part.bounds((), packed.shape)))
-            yield Step((info.name,), info.nbytes, self._holding(packed, part.role, info, run))
+    def _checked(self, piece: Piece, packed: Packed) -> Iterator[Step]:
+        """What stands beside codes that stay packed and is not held, its shape for one, held against the weight."""
+        assert piece.packing is not None
+        for part, info in packed.stored(_beside(piece.packing, packed)):
+            region = _region(part.bounds(_box(piece.region), packed.shape))
+            run = cover(info, region)
+            yield Step((info.name,), run.nbytes, self._holding(packed, part.role, info, run, region))
 
     def _holding(
-        self, packed: Packed, role: str, info: TensorInfo, run: Run
+        self, packed: Packed, role: str, info: TensorInfo, run: Run, region: Region
     ) -> Callable[[], tuple[list[Read], Callable[[], None]]]:
         def begin() -> tuple[list[Read], Callable[[], None]]:
             reads, (view,) = self._stage([(info, run)])
-            return reads, lambda: refuse_if_wrong(packed, {role: view.view(STORED_DTYPES[info.dtype])})
+            return reads, lambda: refuse_if_wrong(packed, {role: cut(info, region, run, view)})
 
         return begin
 
@@ -164,10 +187,10 @@ class Placing:
 
     def _packed(self, piece: Piece, packed: Packed) -> Iterator[Step]:
         """Blocks at a time along the dim that is outermost in the file, as many as staging memory takes."""
+        parts = tuple(packed.stored(_roles_of(piece, packed)))
         for box, skipped, first, count in _boxes(piece.region, packed):
-            runs = [(info, _region(bounds)) for info, bounds in packed.bounds(box)]
-            wanted = [(info, cover(info, region)) for info, region in runs]
-            regions = [region for _, region in runs]
+            regions = [_region(part.bounds(box, packed.shape)) for part, _ in parts]
+            wanted = [(info, cover(info, region)) for (_, info), region in zip(parts, regions, strict=True)]
             nbytes = sum(run.nbytes for _, run in wanted)
             work = self._unpacking(piece, packed, box, (skipped, first, count), wanted, regions)
             yield Step(tuple(info.name for info, _ in wanted), nbytes, work)
@@ -185,12 +208,15 @@ class Placing:
             reads, views = self._stage(wanted)
 
             def finish() -> None:
-                parts = zip(packed.format.parts, wanted, regions, views, strict=True)
+                parts = zip(_roles_of(piece, packed), wanted, regions, views, strict=True)
                 stored = {
-                    part.role: cut(info, region, run, view).to(self.device) for part, (info, run), region, view in parts
+                    role: cut(info, region, run, view).to(self.device) for role, (info, run), region, view in parts
                 }
                 refuse_if_wrong(packed, stored)
-                _unpack(piece, packed, stored, box, where, self._ready(piece))
+                if piece.packing is None:
+                    _unpack(piece, packed, stored, box, where, self._ready(piece))
+                else:
+                    lay(piece, stored[piece.role], box, self._ready(piece))
 
             return reads, finish
 
@@ -201,10 +227,14 @@ def _nothing() -> None:
     """There is nothing to do behind reads that went straight into place."""
 
 
-def _shapes_of(packed: Packed) -> Iterator[tuple[Part, TensorInfo]]:
-    """The stored tensors of a weight that say what its shape is."""
-    parts = zip(packed.format.parts, packed.tensors, strict=True)
-    return ((part, info) for part, info in parts if part.of_shape)
+def _roles_of(piece: Piece, packed: Packed) -> tuple[str, ...]:
+    """The parts of a weight that a piece is made of, in their order: one where it stays packed."""
+    return tuple(part.role for part in packed.format.parts if piece.packing is None or part.role == piece.role)
+
+
+def _beside(packing: Packing, packed: Packed) -> tuple[str, ...]:
+    """The parts of a weight that stays packed that are not held."""
+    return tuple(part.role for part in packed.format.parts if part.role not in packing.roles)
 
 
 def _box(region: Region) -> Box:

@@ -21,7 +21,8 @@ from firstlight.kernels.gated_activation.triton import gated_activation
 from firstlight.kernels.moe.reference import plain_activation
 from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.packed.decode import ALL, PLAIN, weight_tile
-from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
+from firstlight.kernels.packed.kinds import CODE_BITS
+from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.triton_support import dot, needs_upcast, unit_last_stride
 
 
@@ -43,6 +44,9 @@ def _grouped_matmul_kernel(
     x_ptr,
     weight_ptr,  # [E, F, H], or codes of it
     scale_ptr,  # a scale for each block of codes; not read of a plain weight
+    zero_ptr,  # a zero point for each scale; not read unless HAS_ZEROS
+    outer_ptr,  # a scale of scales for TOGETHER rows each; not read unless OUTER says how
+    order_ptr,  # the group of each column, for TOGETHER rows each; not read unless HAS_ORDER
     out_ptr,
     group_start_ptr,
     row_ptr,  # which row of x stands at a sorted place; not read unless GATHER
@@ -53,6 +57,11 @@ def _grouped_matmul_kernel(
     weight_stride_row,
     scale_stride_expert,
     scale_stride_row,
+    zero_stride_expert,
+    zero_stride_row,
+    outer_stride_expert,
+    order_stride_expert,
+    order_stride_row,
     H: tl.constexpr,
     F: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -63,10 +72,14 @@ def _grouped_matmul_kernel(
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     CODE: tl.constexpr,
-    IS_NARROW: tl.constexpr,
+    PER_BYTE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
-    HAS_EXPONENTS: tl.constexpr,
+    SCALE_KIND: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    OUTER: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     expert, tile_of_expert = expert_of_tile(group_start_ptr, num_experts, tl.program_id(0), BLOCK_E, BLOCK_M)
     if expert < num_experts:
@@ -81,6 +94,9 @@ def _grouped_matmul_kernel(
         expert_64, column_64 = tl.cast(expert, tl.int64), column.to(tl.int64)
         weight_row = weight_ptr + expert_64 * weight_stride_expert + column_64 * weight_stride_row
         scale_row = scale_ptr + expert_64 * scale_stride_expert + column_64 // SCALE_ROWS * scale_stride_row
+        zero_row = zero_ptr + expert_64 * zero_stride_expert + column_64 // SCALE_ROWS * zero_stride_row
+        outer_row = outer_ptr + expert_64 * outer_stride_expert + column_64 // TOGETHER
+        order_row = order_ptr + expert_64 * order_stride_expert + column_64 // TOGETHER * order_stride_row
         acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
         for first in range(0, H, BLOCK_H):
             inner = first + depth
@@ -89,14 +105,20 @@ def _grouped_matmul_kernel(
             weight = weight_tile(
                 weight_row[None, :],
                 scale_row[None, :],
+                zero_row[None, :],
+                outer_row[None, :],
+                order_row[None, :],
                 inner[:, None],
                 in_weight,
                 x.dtype,
                 UPCAST,
                 CODE,
-                IS_NARROW,
+                PER_BYTE,
                 SCALE_COLUMNS,
-                HAS_EXPONENTS,
+                SCALE_KIND,
+                HAS_ZEROS,
+                OUTER,
+                HAS_ORDER,
             )
             acc = dot(x, weight, acc, UPCAST)
         if HAS_BIAS:
@@ -209,13 +231,16 @@ def multiply_groups(
     if num_rows == 0:
         return out_MF
     x_MH = unit_last_stride(x_MH)
-    held, scales, how = _as_stored(weight_EFH)
+    held, scales, zeros, outer, order, how = _as_stored(weight_EFH)
     tiles = tiles_for(num_rows / num_experts, hidden, width, x_MH.dtype.itemsize)
     most_tiles = min(num_rows, triton.cdiv(num_rows, tiles.block_m) + num_experts)
     _grouped_matmul_kernel[(most_tiles, triton.cdiv(width, tiles.block_f))](
         x_MH,
         held,
         scales,
+        zeros,
+        outer,
+        order,
         out_MF,
         group_start_E1,
         group_start_E1 if row_M is None else row_M,
@@ -226,6 +251,11 @@ def multiply_groups(
         held.stride(1),
         scales.stride(0),
         scales.stride(1),
+        zeros.stride(0),
+        zeros.stride(1),
+        outer.stride(0),
+        order.stride(0),
+        order.stride(1),
         H=hidden,
         F=width,
         BLOCK_E=triton.next_power_of_2(num_experts),
@@ -242,21 +272,34 @@ def multiply_groups(
     return out_MF
 
 
-def _as_stored(weight_EFH: Tensor | PackedMatrix) -> tuple[Tensor, Tensor, dict[str, object]]:
-    """What holds a weight, its scales (of a plain one: anything), and how the kernel reads them."""
+def _as_stored(
+    weight_EFH: Tensor | PackedMatrix,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, object]]:
+    """What holds a weight and what stands beside it (where there is nothing: anything), and how the kernel reads it."""
     if isinstance(weight_EFH, Tensor):
         held = unit_last_stride(weight_EFH)
-        none = {"SCALE_ROWS": ALL, "SCALE_COLUMNS": ALL, "HAS_EXPONENTS": False}
-        return held, held, {"CODE": PLAIN, "IS_NARROW": False, **none}
-    rows, columns = weight_EFH.block
-    how = {
-        "CODE": weight_EFH.code,
-        "IS_NARROW": CODE_BITS[weight_EFH.code] == 4,
+        return held, held, held, held, held, {"CODE": PLAIN, "PER_BYTE": 1, **_ways(None)}
+    one = weight_EFH
+    held = unit_last_stride(one.code_bytes)
+    scales, zeros, outer, order = (
+        held if part is None else part.contiguous() for part in (one.stored_scales, one.zeros, one.outer, one.order)
+    )
+    return held, scales, zeros, outer, order, {"CODE": one.code, "PER_BYTE": 8 // CODE_BITS[one.code], **_ways(one)}
+
+
+def _ways(weight: PackedMatrix | None) -> dict[str, object]:
+    """What the kernel is told of scales, zero points and orders; None: of a plain weight."""
+    rows, columns = (0, 0) if weight is None else weight.block
+    has_outer = weight is not None and weight.outer is not None
+    return {
         "SCALE_ROWS": rows or ALL,
         "SCALE_COLUMNS": columns or ALL,
-        "HAS_EXPONENTS": weight_EFH.has_exponents,
+        "SCALE_KIND": "float" if weight is None else weight.scale_kind,
+        "HAS_ZEROS": weight is not None and weight.zeros is not None,
+        "OUTER": "none" if weight is None or not has_outer else "by" if weight.divides else "times",
+        "HAS_ORDER": weight is not None and weight.order is not None,
+        "TOGETHER": ALL if weight is None else weight.rows_together or ALL,
     }
-    return unit_last_stride(weight_EFH.code_bytes), unit_last_stride(weight_EFH.stored_scales), how
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,30 @@ from torch import Tensor
 
 from firstlight.kernels import testing
 from firstlight.kernels.moe.cases import MoeCase
-from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
+from firstlight.kernels.packed.kinds import CODE_BITS
+from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.testing import Call, Work
 
-WIDTHS: Mapping[str, float] = {"e2m1": 2.8, "int4": 4.6, "int8": 74.0, "e4m3": 107.0, "e5m2": 6e3}
+WIDTHS: Mapping[str, float] = {"e2m1": 2.8, "int2": 1.2, "int4": 4.6, "int8": 74.0, "e4m3": 107.0, "e5m2": 6e3}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the weights of a case are stored: kind of codes, rows and columns of a block (0: all), dtype of scales."""
+    """How the weights of a case are stored: kind of codes, rows and columns of a block (0: all), dtype of scales.
+
+    `zero`: dtype of zero points. `outer`: scales are multiplied (`times`) or divided (`by`) by another. `ordered`:
+    columns are in groups in any order. `together`: rows with an outer scale and an order in common (0: all).
+    """
 
     code: str
     block: tuple[int, int]
     scale: torch.dtype = torch.float32
     words: bool = False  # codes in 32-bit words, the last of which may be part empty
+    zero: torch.dtype | None = None
+    outer: str = ""
+    ordered: bool = False
+    together: int = 0
 
     def make(self, shape: tuple[int, ...], random: torch.Generator, device: torch.device) -> PackedMatrix:
         """Any codes; scales so that products with unit inputs are of the order of one."""
@@ -41,18 +50,50 @@ class Form:
         if self.scale == torch.uint8:
             scales = (factors.log2().round() + 127).to(torch.uint8)
         else:
-            scales = (factors * (1 + torch.rand(factors.shape, generator=random))).to(self.scale)
+            factors *= (1 + torch.rand(factors.shape, generator=random)) * (size**-1 if self.outer else 1.0)
+            scales = factors.to(self.scale)
         codes = codes.view(torch.int32) if self.words else codes
-        return PackedMatrix(codes.to(device), scales.to(device), self.code, self.block, columns)
+        zeros, outer, order = self._beside(shape, grid, size, random)
+        return PackedMatrix(
+            codes.to(device),
+            scales.to(device),
+            self.code,
+            self.block,
+            columns,
+            zeros=None if zeros is None else zeros.to(device),
+            outer=None if outer is None else outer.to(device),
+            divides=self.outer == "by",
+            order=None if order is None else order.to(device),
+            rows_together=self.together,
+        )
+
+    def _beside(
+        self, shape: tuple[int, ...], grid: list[int], size: float, random: torch.Generator
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Zero points, outer scales and orders, where this form has them."""
+        zeros = outer = order = None
+        lead, together = shape[:-2], -(-shape[-2] // self.together) if self.together else 1
+        if self.zero is not None:
+            zeros = torch.randint(-2, 3, (*lead, *grid), generator=random).to(self.zero)
+        if self.outer:
+            outer = (size ** (1 if self.outer == "times" else -1)) * (
+                1 + torch.rand((*lead, together, 1), generator=random)
+            )
+        if self.ordered:
+            order = torch.randint(0, grid[1], (*lead, together, shape[-1]), dtype=torch.int32, generator=random)
+        return zeros, outer, order
 
     def nbytes(self, elements: int) -> int:
         rows, columns = self.block
         scales = elements // max(rows, 1) // columns if columns else 0
-        return elements * CODE_BITS[self.code] // 8 + scales * self.scale.itemsize
+        each = self.scale.itemsize + (0 if self.zero is None else self.zero.itemsize)
+        return elements * CODE_BITS[self.code] // 8 + scales * each
 
 
 MXFP4 = Form("e2m1", (1, 32), torch.uint8)
 INT4 = Form("int4", (1, 32), torch.bfloat16, words=True)
+INT4_ZEROS = Form("int4", (1, 32), torch.float16, zero=torch.int8)
+NVFP4 = Form("e2m1", (1, 16), torch.float8_e4m3fn, outer="by", together=16)
 FP8_BLOCKS = Form("e4m3", (16, 32))
 
 
@@ -119,6 +160,14 @@ CASES: tuple[LinearCase | PackedMoeCase, ...] = (
     LinearCase("INT8, a scale per row", Form("int8", (1, 0), torch.bfloat16), 6, 56, 64, bias=True),
     LinearCase("MXFP4", MXFP4, 3, 160, 24),
     LinearCase("no rows", INT4, 0, 64, 32),
+    LinearCase("NVFP4, its scales divided", NVFP4, 3, 144, 40),
+    LinearCase("NVFP4, its scales multiplied", Form("e2m1", (1, 16), torch.float8_e4m3fn, outer="times"), 2, 64, 24),
+    LinearCase("INT4 with zero points", INT4_ZEROS, 5, 80, 24),
+    LinearCase("INT4, inputs in any order", Form("int4", (1, 16), torch.float16, zero=torch.int8, ordered=True,
+                                                  together=8), 3, 88, 24),
+    LinearCase("INT2 with zero points, a last byte part empty",
+               Form("int2", (1, 32), torch.bfloat16, zero=torch.int8), 2, 70, 17),
+    LinearCase("INT8 with zero points in floats", Form("int8", (1, 0), zero=torch.float32), 4, 40, 24, bias=True),
     PackedMoeCase("MXFP4, all experts here", 7, 64, 96, 4, 2, 4, form=MXFP4),
     PackedMoeCase("MXFP4, one token", 1, 160, 64, 8, 2, 8, activation="situ(4,25)", form=MXFP4),
     PackedMoeCase("INT4, upper half of the experts", 13, 64, 32, 8, 2, 4, start=4),
@@ -127,8 +176,15 @@ CASES: tuple[LinearCase | PackedMoeCase, ...] = (
     PackedMoeCase("FP8, blocks that end early, biases", 9, 80, 72, 6, 2, 3, start=3,
                   activation="clamped(7,1.702,1)", biases=True, form=Form("e4m3", (64, 48))),
     PackedMoeCase("INT8, not gated", 9, 64, 32, 4, 2, 4, activation="relu2", gated=False, form=Form("int8", (1, 0))),
+    PackedMoeCase("NVFP4", 9, 64, 32, 4, 2, 4, form=NVFP4),
+    PackedMoeCase("INT4 with zero points, in any order", 7, 64, 32, 6, 2, 3, start=3,
+                  form=Form("int4", (1, 16), torch.float16, zero=torch.int8, ordered=True, together=32)),
     PackedMoeCase("INT4, weights on the input", 9, 64, 32, 4, 2, 2, start=2, weigh_input=True),
     LinearCase("INT4, decode 1", Form("int4", (1, 128), torch.bfloat16, words=True), 1, 7168, 7168, benchmark=True),
+    LinearCase("NVFP4, decode 1", Form("e2m1", (1, 16), torch.float8_e4m3fn, outer="by"),
+               1, 7168, 7168, benchmark=True),
+    LinearCase("INT4 with zero points, decode 1", Form("int4", (1, 128), torch.float16, zero=torch.int8),
+               1, 7168, 7168, benchmark=True),
     LinearCase("FP8, decode 1", Form("e4m3", (128, 128)), 1, 7168, 7168, benchmark=True),
     LinearCase("FP8, prefill 512", Form("e4m3", (128, 128)), 512, 7168, 7168, benchmark=True),
     PackedMoeCase("MXFP4, decode 16", 16, 3584, 3072, 896, 16, 112, activation="situ(4,25)",

@@ -19,21 +19,14 @@ TILE_ELEMENTS = 1 << 20  # 4 MiB in float32: what is unpacked is multiplied whil
 
 def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias (see the reference for the contract); never more than a tile of the weight is unpacked."""
-    rows = tile_rows(weight_FH)
-    if rows >= weight_FH.rows:
+    tiles = tuple(weight_FH.tiles(TILE_ELEMENTS))
+    if len(tiles) == 1:
         return F.linear(x_TH, unpack(weight_FH).to(x_TH.dtype), bias_F)
     out = torch.empty(*x_TH.shape[:-1], weight_FH.rows, dtype=x_TH.dtype)
-    for start in range(0, weight_FH.rows, rows):
-        stop = min(start + rows, weight_FH.rows)
+    for start, stop in tiles:
         tile = unpack(weight_FH.part(start, stop)).to(x_TH.dtype)
         out[..., start:stop] = F.linear(x_TH, tile, None if bias_F is None else bias_F[start:stop])
     return out
-
-
-def tile_rows(weight: PackedMatrix) -> int:
-    """Rows of a tile: whole blocks, about `TILE_ELEMENTS` numbers."""
-    block = max(weight.block[0], 1)
-    return max(block, TILE_ELEMENTS // max(weight.columns, 1) // block * block)
 
 
 def moe_packed(

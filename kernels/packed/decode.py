@@ -57,6 +57,8 @@ def number(code, CODE: tl.constexpr):
         return e2m1(code)
     elif CODE == "int4":
         return (code - 8).to(tl.float32)
+    elif CODE == "int2":
+        return (code - 2).to(tl.float32)
     elif CODE == "int8":
         return ((code ^ 0x80) - 0x80).to(tl.float32)
     elif CODE == "e4m3":
@@ -70,33 +72,55 @@ def number(code, CODE: tl.constexpr):
 def weight_tile(
     codes_row,  # [1, n] pointers to the first code of each row
     scales_row,  # [1, n] pointers to the first scale of each row; not read of a plain weight
+    zeros_row,  # [1, n] pointers to the first zero point of each row; not read unless HAS_ZEROS
+    outer_row,  # [1, n] pointers to the scale of each row's scales; not read unless OUTER says how
+    order_row,  # [1, n] pointers to the group of the first column; not read unless HAS_ORDER
     inner,  # [m, 1] columns
     mask,
     dtype: tl.constexpr,
     UPCAST: tl.constexpr,  # bfloat16 in float32: the interpreter does not round to it, it cuts off
     CODE: tl.constexpr,
-    IS_NARROW: tl.constexpr,  # two codes a byte
+    PER_BYTE: tl.constexpr,  # codes a byte
     SCALE_COLUMNS: tl.constexpr,
-    HAS_EXPONENTS: tl.constexpr,
+    SCALE_KIND: tl.constexpr,  # float, e8m0 or e4m3
+    HAS_ZEROS: tl.constexpr,
+    OUTER: tl.constexpr,  # none, times or by
+    HAS_ORDER: tl.constexpr,
 ):
     """The numbers [m, n] of a tile in `dtype`, rounded once; zero where the mask is not set."""
     if CODE == "plain":
         tile = tl.load(codes_row + inner, mask=mask, other=0.0)
     else:
-        if IS_NARROW:
-            byte = tl.load(codes_row + inner // 2, mask=mask, other=0).to(tl.int32)
-            code = (byte >> ((inner % 2) * 4)) & 15
+        code = tl.load(codes_row + inner // PER_BYTE, mask=mask, other=0).to(tl.int32)
+        if PER_BYTE > 1:
+            BITS: tl.constexpr = 8 // PER_BYTE
+            code = (code >> ((inner % PER_BYTE) * BITS)) & ((1 << BITS) - 1)
+        if HAS_ORDER:
+            group = tl.load(order_row + inner, mask=mask, other=0)
         else:
-            code = tl.load(codes_row + inner, mask=mask, other=0).to(tl.int32)
-        scale = tl.load(scales_row + inner // SCALE_COLUMNS, mask=mask, other=0)
-        if HAS_EXPONENTS:
-            factor = e8m0(scale.to(tl.int32))
-        else:
-            factor = scale.to(tl.float32)
-        number_32 = tl.where(mask, number(code, CODE) * factor, 0.0)
+            group = inner // SCALE_COLUMNS
+        value = number(code, CODE)
+        if HAS_ZEROS:
+            value -= tl.load(zeros_row + group, mask=mask, other=0).to(tl.float32)
+        factor = scale(tl.load(scales_row + group, mask=mask, other=0), SCALE_KIND)
+        if OUTER != "none":
+            outer = tl.load(outer_row + inner * 0, mask=mask, other=1.0)
+            factor = factor * outer if OUTER == "times" else tl.div_rn(factor, outer)
+        number_32 = tl.where(mask, value * factor, 0.0)
         if UPCAST:
             bits = number_32.to(tl.int32, bitcast=True)
             tile = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         else:
             tile = number_32.to(dtype)
     return tile
+
+
+@triton.jit
+def scale(stored, KIND: tl.constexpr):
+    """The float32 of a scale."""
+    if KIND == "e8m0":
+        return e8m0(stored.to(tl.int32))
+    elif KIND == "e4m3":
+        return e4m3(stored.to(tl.int32))
+    else:
+        return stored.to(tl.float32)

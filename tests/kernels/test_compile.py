@@ -31,6 +31,8 @@ WANTED = (
     "linear_packed:FP8",
     "moe_packed:MXFP4, one token",
     "moe_packed:INT8",
+    "linear_packed:NVFP4, its scales divided",
+    "linear_packed:INT4, inputs in any order",
     "grouped_matmul:many rows",
 )
 

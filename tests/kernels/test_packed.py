@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from firstlight.kernels.packed import codes, reference
-from firstlight.kernels.packed.matrix import CODE_BITS, PackedMatrix
+from firstlight.kernels.packed.kinds import CODE_BITS
+from firstlight.kernels.packed.matrix import PackedMatrix
 from tests.kernels.test_cases import INTERPRET
 from tests.reference import mxfp4
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from firstlight.engine.parallel.kept import SCALE
+from firstlight.engine.parallel.kept import SUFFIXES
 from firstlight.engine.weights.expert_cache import ExpertCache
 from firstlight.engine.weights.formats.grid import Packing
 from firstlight.kernels.packed.matrix import PackedMatrix
@@ -67,10 +67,22 @@ class Access:
         packing = self.packing(f"{name}.weight")
         if packing is None:
             return self.ops.linear(self.tensor(f"{name}.weight"), bias_F, row_counts)
-        codes, scales = (self.storages[f"{self.prefix}{name}.weight{suffix}"] for suffix in ("", SCALE))
-        return partial(self.ops.linear_packed, weight_FH=packed_matrix(codes, scales, packing), bias_F=bias_F)
+        weight_FH = packed_matrix(self.storages, f"{self.prefix}{name}.weight", packing)
+        return partial(self.ops.linear_packed, weight_FH=weight_FH, bias_F=bias_F)
 
 
-def packed_matrix(codes: Tensor, scales: Tensor, packing: Packing) -> PackedMatrix:
-    """What an operator multiplies by, of the storages that hold it."""
-    return PackedMatrix(codes, scales, packing.code, packing.block, packing.columns)
+def packed_matrix(held: Mapping[str, Tensor], name: str, packing: Packing) -> PackedMatrix:
+    """What an operator multiplies by, of the tensors that hold the weight of this name."""
+    parts = {role: held[name + SUFFIXES[role]] for role in packing.roles}
+    return PackedMatrix(
+        parts["codes"],
+        parts["scale"],
+        packing.code,
+        packing.block,
+        packing.columns,
+        zeros=parts.get("zero"),
+        outer=parts.get("outer"),
+        divides=packing.outer == "by",
+        order=parts.get("order"),
+        rows_together=packing.rows,
+    )

@@ -17,7 +17,7 @@ from firstlight.engine.model.layers.access import Access, packed_matrix
 from firstlight.engine.model.layers.mlp import MLP
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.routing import Routing
-from firstlight.engine.parallel.kept import SCALE
+from firstlight.engine.parallel.kept import SUFFIXES
 from firstlight.kernels.moe.rules import ExpertRules
 
 
@@ -118,8 +118,7 @@ class MoE:
         into, back = self._packings
         if into is None or back is None:
             return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], rules)
-        gate_up = packed_matrix(held[entry], held[entry + SCALE], into)
-        down_EHF = packed_matrix(held[down], held[down + SCALE], back)
+        gate_up, down_EHF = packed_matrix(held, entry, into), packed_matrix(held, down, back)
         return batch.ops.moe_packed(x_TZ, ids_Tk, weights_Tk, gate_up, down_EHF, rules)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
@@ -135,8 +134,8 @@ class MoE:
 
 
 def _matrices(spec: specs.MoE, weights: Access) -> dict[str, Tensor]:
-    """What the experts multiply by; of packed ones the scales too."""
-    names = (spec.entry, "experts.down", spec.entry + SCALE, "experts.down" + SCALE)
+    """What the experts multiply by; of packed ones all that they are held as."""
+    names = [name + suffix for name in (spec.entry, "experts.down") for suffix in SUFFIXES.values()]
     return {name: weights.storages[weights.prefix + name] for name in names if weights.has(name)}
 
 

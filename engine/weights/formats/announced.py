@@ -5,7 +5,7 @@ Nothing is guessed: a tool, a layout or an option that is not listed is refused 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,10 +20,11 @@ from firstlight.engine.weights.formats.modelopt import modelopt
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
 from firstlight.engine.weights.formats.refusing import Options, is_block, mapping, refuse
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
-from firstlight.engine.weights.formats.unread import unread
+from firstlight.engine.weights.formats.unread import HARMLESS, unread
 
 LEVELS = ("text_config", "language_config", "llm_config", "thinker_config")
 KEYS = ("quantization_config", "compression_config")
+SETTINGS = ("bits", "group_size", "desc_act", "sym")  # of all modules or, by GPTQModel's `dynamic`, of some
 KNOWN = {  # tools that are not read here -> what they do
     "bitsandbytes": "NF4, FP4 or INT8 codes with nested scales, in a layout of its own that only its kernels read",
     "aqlm": "additive codebooks; weights are sums of looked-up vectors",
@@ -119,6 +120,7 @@ def _fp8(options: Options, config: Mapping[str, Any]) -> Scheme:
         refuse("weight_block_size", block, "two positive numbers, rows and columns")
     size = (block[0], block[1]) if block is not None else (WHOLE, WHOLE)
     kept = (*options.names("modules_to_not_convert"), *options.names("ignored_layers"), *_skipped(options))
+    list(_otherwise(options, ()))
     experts = config.get("expert_dtype") or mapping(config.get("text_config")).get("expert_dtype")
     experts = options.get("expert_dtype", experts)
     semantics = options.get("weight_scale_semantics")
@@ -156,8 +158,13 @@ def _awq(options: Options, config: Mapping[str, Any]) -> Scheme:
         options.unsupported("backend", "llm-awq", "autoawq or none: its words have another order")
     _words(options)
     kept = Modules((*options.names("modules_to_not_convert"), *_skipped(options)))
-    group = options.group(options.get("group_size", options.get("q_group_size", 128)))
-    return Scheme("awq", (Group(Awq(group=group)),), kept, head=bool(options.get("lm_head", False)))
+    usual = options.get("group_size", options.get("q_group_size", 128))
+    some = [
+        Group(Awq(group=options.group(change.get("group_size", usual))), modules)
+        for modules, change in _otherwise(options, ("group_size", "desc_act"))
+    ]
+    every = Group(Awq(group=options.group(usual)))
+    return Scheme("awq", (*some, every), kept, head=bool(options.get("lm_head", False)))
 
 
 def _words(options: Options) -> None:
@@ -167,37 +174,60 @@ def _words(options: Options) -> None:
 
 
 def _skipped(options: Options) -> list[str]:
-    """Modules that GPTQModel's `dynamic` leaves plain. Raises `Refused` for other settings of some modules."""
-    found = []
-    for pattern, change in mapping(options.get("dynamic")).items():
-        if not pattern.startswith("-:"):
-            options.unsupported("dynamic", f"{pattern}: {change}", "settings that are the same for every module")
-        found.append("re:.*?" + pattern.removeprefix("-:"))
+    """Modules that GPTQModel's `dynamic` leaves plain, but for those that an earlier pattern names."""
+    found, earlier = [], ""
+    for pattern in mapping(options.get("dynamic")):
+        own = ".*?" + pattern.removeprefix("-:").removeprefix("+:")
+        if pattern.startswith("-:"):
+            found.append(f"re:{earlier}{own}")
+        else:
+            earlier += f"(?!{own})"
     return found
 
 
+def _otherwise(options: Options, known: tuple[str, ...]) -> Iterator[tuple[Modules, Mapping[str, Any]]]:
+    """Modules whose settings GPTQModel's `dynamic` says, and these; the first pattern that names a module counts."""
+    for pattern, change in mapping(options.get("dynamic")).items():
+        if pattern.startswith("-:"):
+            continue
+        for key in sorted(mapping(change).keys() - set(known)):
+            if key in SETTINGS or key not in HARMLESS:
+                allowed = ", ".join(known) or "which modules stay plain"
+                options.unsupported(
+                    "dynamic", f"{pattern}: {key} = {change[key]}", f"that says of some modules {allowed}"
+                )
+        yield Modules(("re:.*?" + pattern.removeprefix("+:"),)), mapping(change)
+
+
 def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
-    bits = options.get("bits", 4)
-    options.only("bits", bits, (2, 4, 8))
     forms = [form for key in ("checkpoint_format", "format") if (form := options.get(key)) is not None] or ["gptq"]
     if any(form != forms[0] for form in forms):
         refuse("checkpoint_format and format", forms, "one and the same")
-    form = forms[0]
-    options.only("checkpoint_format", form, ("gptq", "gptq_v2"))
+    options.only("checkpoint_format", forms[0], ("gptq", "gptq_v2"))
     options.only("is_marlin_format", bool(options.get("is_marlin_format", False)), (False,))
     _words(options)
     kept = [*options.names("modules_to_not_convert"), *_skipped(options)]
     inside = _flat(options.get("modules_in_block_to_quantize", []))
-    format_: Format = Gptq(
+    every = Group(_gptq_format(options, forms[0], {}), Modules(inside) if inside else None)
+    settings = _otherwise(options, SETTINGS)
+    some = [Group(_gptq_format(options, forms[0], change), modules) for modules, change in settings]
+    return Scheme("gptq", (*some, every), Modules(kept), head=bool(options.get("lm_head", False)))
+
+
+def _gptq_format(options: Options, form: str, change: Mapping[str, Any]) -> Format:
+    """Settings of all modules, or those that are otherwise for some."""
+    usual = {key: options.get(key) for key in SETTINGS}
+    said = {**usual, **{key: value for key, value in change.items() if value is not None}}
+    bits = 4 if said["bits"] is None else said["bits"]
+    options.only("bits", bits, (2, 4, 8))
+    return Gptq(
         bits=bits,
-        group=options.group(options.get("group_size", 128)),
+        group=options.group(128 if said["group_size"] is None else said["group_size"]),
         zero_offset=0 if form == "gptq_v2" else 1,
-        shuffled=options.get("desc_act", False) is True,
-        symmetric=options.get("sym", False) is True,
+        shuffled=said["desc_act"] is True,
+        symmetric=said["sym"] is True,
         borrows="gptqmodel" in str(mapping(options.get("meta")).get("quantizer")).lower(),
     )
-    group = Group(format_, Modules(inside) if inside else None)
-    return Scheme("gptq", (group,), Modules(kept), head=bool(options.get("lm_head", False)))
 
 
 def _flat(names: object) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Packing, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,17 +35,32 @@ class Awq(Format, frozen=True, kw_only=True):
             Part("scale", "scales", ("F16", "BF16", "F32"), (groups, Axis(ROWS))),
         )
 
+    def packing(self, codes: str) -> Packing:
+        return Packing("int4", (1, self.group), zero=True)
+
+    def lies(self, role: str) -> bool:
+        return False
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import packed_codes, zero_points
+
+        if role == "scale":
+            return stored.mT
+        each = self._each(stored, box).mT
+        return packed_codes(each, BITS) if role == "codes" else zero_points(each, BITS)
+
+    def _each(self, words: Tensor, box: Box) -> Tensor:
+        """Codes or zero points of the rows of a box, [inputs or groups, rows], one a byte."""
+        from firstlight.engine.weights.formats.unpacking import codes, span
+
+        return span(in_order(codes(words, BITS)), -1, box[ROWS], PER_WORD)
+
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import codes, scaled, shifted, span
+        from firstlight.engine.weights.formats.unpacking import scaled, shifted
 
         turned, block = (*box[:ROWS], box[COLUMNS], box[ROWS]), (self.group, 1)
-        values, zero = (
-            span(in_order(codes(stored[role], BITS)), -1, box[ROWS], PER_WORD).float() for role in ("codes", "zero")
-        )
+        values, zero = (self._each(stored[role], box).float() for role in ("codes", "zero"))
         return scaled(shifted(values, zero, turned, block), stored["scale"].float(), turned, block).mT
-
-    def hindrance(self, codes: str) -> str:
-        return "words hold codes of several outputs in an order of their own, and each group has a zero point"
 
     def describe(self) -> str:
         return f"{self.label}, " + (f"groups of {self.group}" if self.group else "a scale per row")

@@ -73,14 +73,13 @@ class Fp8(Format, frozen=True, kw_only=True):
         )
 
     def packing(self, codes: str) -> Packing | None:
-        is_grid = self.dims in (None, blocked(self.block))
-        is_kept = is_grid and codes in KINDS and not self.inverse
-        return Packing(KINDS[codes], self.block) if is_kept else None
+        return None if codes not in KINDS or self.inverse else Packing(KINDS[codes], self.block)
 
     def hindrance(self, codes: str) -> str:
-        if self.packing(codes) is not None or codes not in KINDS:
-            return super().hindrance(codes)
-        return "codes are divided by scales" if self.inverse else "scales are not stored as [rows, columns]"
+        return "codes are divided by scales" if self.inverse else super().hindrance(codes)
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        return stored if role == "codes" else as_grid(stored, self.parts[1].dims)
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import divided, fp8, scale32, scaled

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Box, Format, Packing, Part
 from firstlight.engine.weights.formats.packed_int import group_problem
 
 if TYPE_CHECKING:
@@ -60,23 +60,58 @@ class Gptq(Format, frozen=True, kw_only=True):
         other = () if self.shuffled else (msgspec.structs.replace(self, ordered=not self.ordered),)
         return (self, *other)
 
-    def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span
+    def packing(self, codes: str) -> Packing:
+        return Packing(f"int{self.bits}", (1, self.group), zero=True, ordered=self.has_order)
 
-        per_word, block, turned = 32 // self.bits, (self.group, 1), (*box[:ROWS], box[COLUMNS], box[ROWS])
-        values = span(codes_down(stored["codes"], self.bits), -2, box[COLUMNS], per_word).float()
-        zero = span(codes(self._zeros(stored["zero"]), self.bits), -1, box[ROWS], per_word).float()
+    @property
+    def has_order(self) -> bool:
+        """Whether an order says anything: all inputs may share one scale."""
+        return self.ordered and self.group != WHOLE
+
+    def lies(self, role: str) -> bool:
+        return role == "order"
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import packed_codes, zero_points
+
+        if role == "codes":
+            each = self._codes(stored, box).mT
+            return packed_codes(each if self.bits != 8 else each ^ 0x80, self.bits)
+        if role == "zero":
+            return zero_points(self._zero_codes(stored, box).mT, self.bits)
+        return stored.unsqueeze(-2) if role == "order" else stored.mT
+
+    def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import of_groups, scaled, shifted
+
+        block, turned = (self.group, 1), (*box[:ROWS], box[COLUMNS], box[ROWS])
+        values = self._codes(stored["codes"], box).float()
+        zero = self._zero_codes(stored["zero"], box).float()
         scales = stored["scale"].float()
-        if self.ordered and self.group:
+        if self.has_order:
             zero, scales = of_groups(zero, stored["order"], -2), of_groups(scales, stored["order"], -2)
             block = (1, 1)
         return scaled(shifted(values, zero, turned, block), scales, turned, block).mT
+
+    def _codes(self, words: Tensor, box: Box) -> Tensor:
+        """Codes of a box, [inputs, rows], one a byte."""
+        from firstlight.engine.weights.formats.unpacking import codes_down, span
+
+        return span(codes_down(words, self.bits), -2, box[COLUMNS], 32 // self.bits)
+
+    def _zero_codes(self, words: Tensor, box: Box) -> Tensor:
+        """Zero points of the rows of a box, [groups, rows], one a byte."""
+        from firstlight.engine.weights.formats.unpacking import codes, span
+
+        return span(codes(self._zeros(words), self.bits), -1, box[ROWS], 32 // self.bits)
 
     def _zeros(self, words: Tensor) -> Tensor:
         """Words of zero points as they are: one more in each place, carried over as it was borrowed."""
         return words + self.zero_offset * sum(1 << place for place in range(0, 32, self.bits))
 
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
+        if "zero" not in stored:
+            return group_problem(stored, self.parts[1].shape(shape)[-2])
         middle, most, word = 1 << (self.bits - 1), (1 << self.bits) - 1, stored["zero"]
         if self.zero_offset and not self.borrows and word.numel() and most in codes_of(word, self.bits):
             said = "its writer took one from a zero point of 0, and no tool says that it borrowed from the next"
@@ -85,9 +120,6 @@ class Gptq(Format, frozen=True, kw_only=True):
         if wrong := sorted(set(found) - {middle}):
             return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}"
         return group_problem(stored, self.parts[1].shape(shape)[-2])
-
-    def hindrance(self, codes: str) -> str:
-        return "words hold codes of several inputs, and each group has a zero point"
 
     def describe(self) -> str:
         group = f"groups of {self.group}" if self.group else "a scale per row"

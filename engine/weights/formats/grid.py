@@ -8,12 +8,13 @@ dim of it. Every format is a grid: one index of a stored tensor stands for a blo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+from firstlight.kernels.packed.kinds import CODE_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,7 @@ Box = tuple[tuple[int, int], ...]
 ROWS, COLUMNS = -2, -1
 SCALES = ("F32", "BF16", "F16", "F64")
 WHOLE = 0  # of a block: one scale for all rows, or all columns
+UNCUT = -1  # columns of something that is held whole, whatever columns of the weight are
 
 
 class Axis(msgspec.Struct, frozen=True, gc=False):
@@ -71,15 +73,50 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """How an operator multiplies by codes as they lie (`kernels/packed/matrix.py`): their kind, and rows and columns of
-    a block, which shares a scale.
+    """How an operator multiplies by a weight that stays packed (`kernels/packed/matrix.py`): the kind of its codes, and
+    what stands beside them.
 
-    `columns` of the weight, once it is known which part of it a rank holds.
+    `block`: rows and columns that share a scale and a zero point. `zero`: there are zero points. `outer`: what a scale
+    of the scales does to them, `times` or `by`; empty: there is none. `ordered`: every input says which group it is in;
+    scales and zero points of all `groups` are there then, whatever columns are. `rows` share an outer scale and an
+    order. The last three, and `columns`, are of the part of a weight, or of several, that a rank holds.
     """
 
     code: str
     block: tuple[int, int]
+    zero: bool = False
+    outer: str = ""
+    ordered: bool = False
+    rows: int = WHOLE
     columns: int = 0
+    groups: int = 0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What a weight is held as, codes and scales first."""
+        more = (("zero", self.zero), ("outer", self.outer), ("order", self.ordered))
+        return ("codes", "scale", *(role for role, is_there in more if is_there))
+
+    def grid(self, role: str) -> tuple[int, int]:
+        """Rows and columns that one index of it stands for; `WHOLE`: all of them; `UNCUT` columns: it has its own."""
+        if role == "codes":
+            return 1, UNCUT
+        if role in ("scale", "zero"):
+            return self.block[0], UNCUT if self.ordered else self.block[1]
+        return self.rows, WHOLE if role == "outer" else 1
+
+    def shape(self, role: str, rows: int) -> tuple[int, int]:
+        """What is held of `rows` rows."""
+        of_rows, of_columns = self.grid(role)
+        if role == "codes":
+            return rows, -(-self.columns * CODE_BITS[self.code] // 8)
+        columns = self.groups if of_columns == UNCUT else blocks(self.columns, of_columns)
+        return blocks(rows, of_rows), columns
+
+
+def blocks(size: int, block: int) -> int:
+    """How many blocks there are in so many rows or columns."""
+    return -(-size // block) if block else 1
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,15 +167,26 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         return all(local[a.dim] == shape[a.dim] or local[a.dim] % a.block == 0 for a in axes)
 
     def packing(self, codes: str) -> Packing | None:
-        """How an operator multiplies by codes of this dtype as they lie; None: they are always unpacked.
+        """How an operator multiplies by codes of this dtype; None: they are always unpacked.
 
-        Then the first part holds the codes and the second the scales, both [..., rows, columns] of some block.
+        What stands beside codes has the roles of the stored parts, and `laid` gives each as it is held.
         """
         return None
 
     def hindrance(self, codes: str) -> str:
-        """What keeps operators from multiplying by codes of this dtype as they lie; empty where nothing does."""
+        """What keeps operators from multiplying by codes of this dtype; empty where nothing does."""
         return "" if self.packing(codes) is not None else f"no operator multiplies by codes in {codes}"
+
+    def lies(self, role: str) -> bool:
+        """Whether the bytes of a stored part are those that are held."""
+        return role in ("codes", "scale")
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        """A part as it is held, [rows, columns], of the blocks that `box` needs, from what its `bounds` hold.
+
+        Of codes these are bytes, the first of which begins with the first column of the box.
+        """
+        raise NotImplementedError
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         """The numbers of `box`, float32, from the `bounds` of each part by role."""
@@ -167,14 +215,18 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
 
     def bounds(self, box: Box) -> tuple[tuple[TensorInfo, Box], ...]:
         """What `box` needs of each stored tensor."""
-        parts = zip(self.tensors, self.format.parts, strict=True)
-        return tuple((tensor, part.bounds(box, self.shape)) for tensor, part in parts)
+        return tuple((tensor, part.bounds(box, self.shape)) for part, tensor in self.stored())
 
-    def box_bytes(self, box: Box) -> int:
-        """Bytes as stored that `box` needs."""
+    def stored(self, roles: Collection[str] | None = None) -> Iterator[tuple[Part, TensorInfo]]:
+        """The stored tensors of these roles (None: all), in their order, each with what it is."""
+        parts = zip(self.format.parts, self.tensors, strict=True)
+        return ((part, tensor) for part, tensor in parts if roles is None or part.role in roles)
+
+    def box_bytes(self, box: Box, roles: Collection[str] | None = None) -> int:
+        """Bytes as stored that `box` needs, of these roles (None: all)."""
         return sum(
-            math.prod(stop - start for start, stop in bounds) * DTYPE_BITS[tensor.dtype] // 8
-            for tensor, bounds in self.bounds(box)
+            math.prod(stop - start for start, stop in part.bounds(box, self.shape)) * DTYPE_BITS[tensor.dtype] // 8
+            for part, tensor in self.stored(roles)
         )
 
 

@@ -56,14 +56,14 @@ class Int8(Format, frozen=True, kw_only=True):
             for dims in spellings(block)
         )
 
-    def packing(self, codes: str) -> Packing | None:
-        is_grid = self.dims in (None, blocked(self.block))
-        return Packing("int8", self.block) if is_grid and not self.zero_point else None
+    def packing(self, codes: str) -> Packing:
+        return Packing("int8", self.block, zero=self.zero_point)
 
-    def hindrance(self, codes: str) -> str:
-        if self.packing(codes) is not None:
-            return ""
-        return "each block has a zero point" if self.zero_point else "scales are not stored as [rows, columns]"
+    def lies(self, role: str) -> bool:
+        return True
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        return stored if role == "codes" else as_grid(stored, self.parts[1].dims)
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import scaled, shifted

@@ -43,6 +43,11 @@ class MxFp4(Format, frozen=True, kw_only=True):
     def packing(self, codes: str) -> Packing:
         return Packing("e2m1", (1, GROUP))
 
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import row_bytes
+
+        return row_bytes(stored, box[COLUMNS], 2, 4) if role == "codes" else stored
+
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import e2m1, e8m0, scaled, span
 
@@ -73,8 +78,13 @@ class MxFp4Blocks(Format, frozen=True, kw_only=True):
         values = e2m1(stored["codes"]).mul_(e8m0(stored["scale"]).unsqueeze(-1))
         return span(values.flatten(-2), -1, box[COLUMNS], GROUP)
 
-    def hindrance(self, codes: str) -> str:
-        return "experts are stacked in blocks, as rules have them with inputs before outputs"
+    def packing(self, codes: str) -> Packing:
+        return Packing("e2m1", (1, GROUP))
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import row_bytes
+
+        return row_bytes(stored.flatten(-2), box[COLUMNS], GROUP, 4) if role == "codes" else stored
 
     def describe(self) -> str:
         return f"{self.label}, groups of {GROUP}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Packing, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +47,18 @@ class NvFp4(Format, frozen=True, kw_only=True):
         scales = scales / outer if self.divide else scales * outer
         return scaled(span(e2m1(stored["codes"]), -1, box[COLUMNS], 2), scales, box, (1, GROUP))
 
-    def hindrance(self, codes: str) -> str:
-        return "scales have a scale of their own"
+    def packing(self, codes: str) -> Packing:
+        return Packing("e2m1", (1, GROUP), outer="by" if self.divide else "times")
+
+    def lies(self, role: str) -> bool:
+        return True
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import row_bytes
+
+        if role == "codes":
+            return row_bytes(stored, box[COLUMNS], 2, 4)
+        return stored.reshape(1, 1) if role == "outer" else stored
 
     def describe(self) -> str:
         return f"{self.label}, groups of {GROUP}"

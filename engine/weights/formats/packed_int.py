@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Packing, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Box, Format, Packing, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,26 +63,39 @@ class PackedInt(Format, frozen=True, kw_only=True):
             for shape in dict.fromkeys((self.shape_dtype, "I32", ""))
         )
 
-    def packing(self, codes: str) -> Packing | None:
-        is_plain = self.bits == 4 and not self.zero_point and not self.ordered
-        return Packing("int4", (1, self.group)) if is_plain else None
+    @property
+    def has_order(self) -> bool:
+        """Whether an order says anything: all inputs may share one scale."""
+        return self.ordered and self.group != WHOLE
 
-    def hindrance(self, codes: str) -> str:
-        found = (
-            (self.bits != 4, f"no operator multiplies by words of codes of {self.bits} bits"),
-            (self.zero_point, "each group has a zero point"),
-            (self.ordered, "inputs belong to groups in any order"),
-        )
-        return ", ".join(words for is_so, words in found if is_so)
+    def packing(self, codes: str) -> Packing:
+        return Packing(f"int{self.bits}", (1, self.group), zero=self.zero_point, ordered=self.has_order)
+
+    def lies(self, role: str) -> bool:
+        return role in ("scale", "order") or (role == "codes" and self.bits != 8)
+
+    def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
+        from firstlight.engine.weights.formats.unpacking import row_bytes, zero_points
+
+        if role == "codes":
+            found = row_bytes(stored, box[COLUMNS], self.per_word, self.bits)
+            return found if self.bits != 8 else found ^ 0x80
+        if role == "zero":
+            return zero_points(self._zeros(stored, box), self.bits)
+        return stored.unsqueeze(-2) if role == "order" else stored
+
+    def _zeros(self, words: Tensor, box: Box) -> Tensor:
+        """Zero points as they are stored, one a byte."""
+        from firstlight.engine.weights.formats.unpacking import codes_down, span
+
+        return span(codes_down(words, self.bits), -2, box[ROWS], self.per_word)
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import codes, codes_down, of_groups, scaled, shifted, span
+        from firstlight.engine.weights.formats.unpacking import codes, of_groups, scaled, shifted, span
 
         middle, block = 1 << (self.bits - 1), (1, self.group)
         values = span(codes(stored["codes"], self.bits), -1, box[COLUMNS], self.per_word).float().sub_(middle)
-        zero = None
-        if self.zero_point:
-            zero = span(codes_down(stored["zero"], self.bits), -2, box[ROWS], self.per_word).float().sub_(middle)
+        zero = self._zeros(stored["zero"], box).float().sub_(middle) if self.zero_point else None
         scales = stored["scale"].float()
         if self.ordered:
             scales, block = of_groups(scales, stored["order"]), (1, 1)

@@ -20,11 +20,14 @@ __all__ = [
     "e8m0",
     "fp8",
     "of_groups",
+    "packed_codes",
+    "row_bytes",
     "scale32",
     "scaled",
     "shifted",
     "span",
     "spread",
+    "zero_points",
 ]
 
 
@@ -41,6 +44,32 @@ def codes(words: Tensor, bits: int) -> Tensor:
         return packed
     parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def row_bytes(stored: Tensor, columns: tuple[int, int], block: int, bits: int) -> Tensor:
+    """Bytes of the codes of columns [start, stop), from rows that begin at the last multiple of `block` up to start."""
+    start, stop = columns
+    first = start % block * bits // 8
+    packed = stored.contiguous().view(torch.uint8)
+    return packed.narrow(-1, first, -(-(stop - start) * bits // 8))
+
+
+def packed_codes(each: Tensor, bits: int) -> Tensor:
+    """Codes [..., columns], one a byte -> bytes [..., ceil(columns x bits / 8)], the first one lowest."""
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return each
+    missing = -each.shape[-1] % per_byte
+    parts = torch.nn.functional.pad(each, (0, missing)).unflatten(-1, (-1, per_byte)).unbind(-1)
+    found = parts[0].clone()
+    for place, part in enumerate(parts[1:], 1):
+        found |= part << (place * bits)
+    return found
+
+
+def zero_points(each: Tensor, bits: int) -> Tensor:
+    """Zero points of codes, less the middle of these: int8."""
+    return (each.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
 
 
 def codes_down(words: Tensor, bits: int) -> Tensor:

@@ -11,17 +11,24 @@ import pytest
 import torch
 
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.parallel.kept import SCALE, UNWANTED, kept_roles
+from firstlight.engine.model.layers.access import packed_matrix
+from firstlight.engine.parallel.kept import SCALE, UNWANTED, Share, kept_roles, way_of
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.weights import placing
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.ledger import account
+from firstlight.engine.weights.formats.grid import Packing
+from firstlight.engine.weights.formats.packed_int import PackedInt
+from firstlight.engine.weights.ledger import Ledger, account
+from firstlight.engine.weights.loader import load as load_rank
+from firstlight.kernels.packed import codes, reference
 from firstlight.workbench.load import load
 from firstlight.workbench.verify import verify
 from tests.checkpoints import inputs
 from tests.engine.direct import Direct
-from tests.engine.weights.quantized import compressed, quantize
+from tests.engine.weights.quantized import CONFIGS, compressed, quantize
+from tests.engine.weights.test_formats_load import written
 from tests.workbench.test_verify_formats import made
 
 Get = Callable[[str], Path]
@@ -35,13 +42,19 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "int8": compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
     "fp8-rows": compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "mxfp8": compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
+    "fp8-tensor": {"quant_method": "fp8"},
+    "nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    "nvfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False},
 }
+GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
     [("qwen3_moe", "int4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "int8"), ("deepseek_v3", "fp8"), ("llama", "int4-rows"),
-     ("llama", "fp8-rows"), ("llama", "mxfp8")],
+     ("llama", "fp8-rows"), ("llama", "mxfp8"), ("llama", "fp8-tensor"), ("llama", "awq"), ("llama", "gptq")],
 )  # fmt: skip
 def test_products_are_those_of_the_unpacked_weights(name: str, form: str, checkpoint: Get, tmp_path: Path) -> None:
     quantize(checkpoint(name), FORMS[form], tmp_path / "packed", tmp_path / "plain")
@@ -56,10 +69,13 @@ def test_products_are_those_of_the_unpacked_weights(name: str, form: str, checkp
 
 
 @pytest.mark.parametrize(
-    ("form", "mesh"), [("fp8", Mesh(tp=2)), ("int4", Mesh(tp=2, ep=2)), ("int4", Mesh(ep=2))], ids=str
-)
-def test_verified_with_everything_packed(form: str, mesh: Mesh, checkpoint: Get, tmp_path: Path) -> None:
-    home, golden = made("qwen3_moe", FORMS[form], checkpoint, tmp_path)
+    ("name", "form", "mesh"),
+    [("qwen3_moe", "fp8", Mesh(tp=2)), ("qwen3_moe", "int4", Mesh(tp=2, ep=2)), ("qwen3_moe", "nvfp4", Mesh(ep=2)),
+     ("llama", "gptq", Mesh(tp=2))],
+    ids=str,
+)  # fmt: skip
+def test_verified_with_everything_packed(name: str, form: str, mesh: Mesh, checkpoint: Get, tmp_path: Path) -> None:
+    home, golden = made(name, FORMS[form], checkpoint, tmp_path)
     report = verify(EngineOptions(checkpoint=str(home), mesh=mesh, threads=1, packed="always"), golden)
     assert report.status == "passed", [one for one in report.checks if one.status == "failed"]
 
@@ -84,8 +100,8 @@ def test_what_stays_packed_is_said_and_counted(checkpoint: Get, tmp_path: Path) 
         assert least <= row["resident_bytes"] < 1.25 * least, "a last word and a last group may be part empty"
 
 
-@pytest.mark.parametrize(("tp", "is_kept"), [(1, True), (2, True), (4, False)])
-def test_a_share_that_cuts_a_block_is_unpacked(tp: int, is_kept: bool, checkpoint: Get, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "block"), [(1, 8), (2, 8), (4, 4), (8, 2)])
+def test_a_share_that_cuts_a_block_has_smaller_blocks(tp: int, block: int, checkpoint: Get, tmp_path: Path) -> None:
     """48 columns of the way down, eight a word and a group: quarters of them are a group and a half."""
     form = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8)
     quantize(checkpoint("llama"), form, tmp_path / "packed", tmp_path / "plain")
@@ -93,37 +109,78 @@ def test_a_share_that_cuts_a_block_is_unpacked(tp: int, is_kept: bool, checkpoin
     spec, matcher = FAMILIES.describe(opened.config)
     assert opened.config["intermediate_size"] == 48
     ledger = account(opened, spec, matcher)
-    held = rank_pieces(spec, Mesh(tp=tp), 0, "F32", ledger, keep_packed=EVERY)
-    name = "layers.0.ffn.down.weight"
-    assert name in {storage.name for storage in held.storages}
-    assert (name in held.packings) == is_kept
-    assert any(storage.name == name + SCALE for storage in held.storages) == is_kept
+    held = rank_pieces(spec, Mesh(tp=tp), 0, "F32", ledger, keep_packed=("mlp",))
+    name, shapes = "layers.0.ffn.down.weight", {storage.name: storage.shape for storage in held.storages}
+    assert held.packings[name].block == (1, block)
+    assert shapes[name] == (shapes[name][0], 24 // tp)
+    assert shapes[name + SCALE] == (shapes[name][0], 48 // tp // block)
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}, "several inputs"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}, "several outputs"),
-        (compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-         "scale of their own"),
-        (compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), "zero point"),
-        (compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), "zero point"),
-        ({"quant_method": "fp8"}, "one scale each"),
-    ],
-)  # fmt: skip
-def test_what_cannot_stay_packed_is_said_by_name(
-    form: Mapping[str, Any], words: str, checkpoint: Get, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("columns", "words"), [((2, 4, 1), "more memory than numbers"), ((7, 14, 1), "inside a byte")])
+def test_a_share_that_cuts_too_finely_is_unpacked_and_says_so(columns: tuple[int, int, int], words: str) -> None:
+    """Float32 scales of two columns each; and half a byte."""
+    share = Share(PackedInt(bits=4, group=32), ("I32", "F32", "I32"), (0, 8, 1), columns, (8, 14))
+    assert words in str(way_of([(share,)]))
+
+
+def every_home_is(home: Path, ledger: Ledger, mesh: Mesh) -> list[Packing]:
+    """How the weights of every rank stay packed, each of the very numbers that it is when it is unpacked."""
+    opened, found = Checkpoint.open(home), []
+    spec, _ = FAMILIES.describe(opened.config)
+    for rank in range(mesh.world_size):
+        kept, plain = (
+            load_rank(opened, rank_pieces(spec, mesh, rank, "F32", ledger, keep_packed=roles)) for roles in (EVERY, ())
+        )
+        assert kept.nbytes == kept.pieces.nbytes
+        assert kept.bytes_read >= kept.bytes_needed
+        for name, packing in kept.pieces.packings.items():
+            matrix, wanted = packed_matrix(kept.storages, name, packing), plain.storages[name]
+            assert torch.equal(reference.unpack(matrix), wanted), (name, mesh)
+            each = [matrix] if wanted.dim() == 2 else [matrix.of_expert(one) for one in range(wanted.shape[0])]
+            assert torch.equal(
+                torch.stack([codes.unpack(one) for one in each]), wanted.view(len(each), *wanted.shape[-2:])
+            )
+            found.append(packing)
+    return found
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "packed-int2", "gptq-int2"])
+def test_every_format_is_the_same_numbers_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank all that products read, and where shares cut blocks, words and groups; in little staging memory."""
+    more = {
+        "packed-int2": compressed(
+            "pack-quantized", num_bits=2, type="int", strategy="group", group_size=16, symmetric=False
+        ),
+        "gptq-int2": {"quant_method": "gptq", "bits": 2, "group_size": 32, "desc_act": False, "sym": False},
+    }
+    monkeypatch.setattr(placing, "STAGING_BYTES", 2000)
+    ledger, _ = written("qwen3_moe", {**CONFIGS, **more}[name], tmp_path)
+    assert len(every_home_is(tmp_path, ledger, Mesh())) == 8
+    assert len(every_home_is(tmp_path, ledger, Mesh(tp=4, ep=2))) >= 3 * 8
+
+
+@pytest.mark.parametrize("fused", ["nvfp4", "packed-int4", "gpt_oss"])
+def test_stacked_experts_stay_packed(fused: str, tmp_path: Path) -> None:
+    """With one outer scale an expert; and as gpt-oss has them, gate and up in turns."""
+    if fused == "gpt_oss":
+        ledger, _ = written("gpt_oss", GPT_OSS, tmp_path)
+    else:
+        ledger, _ = written("qwen3_moe", CONFIGS[fused], tmp_path, fused=True)
+    for mesh in (Mesh(), Mesh(tp=4, ep=2)):
+        assert len(every_home_is(tmp_path, ledger, mesh)) >= 4 * mesh.world_size
+
+
+def test_what_cannot_stay_packed_is_said_by_name(checkpoint: Get, tmp_path: Path) -> None:
+    form, words = {**FP8, "weight_scale_semantics": "inverse"}, "divided by scales"
     quantize(checkpoint("llama"), form, tmp_path / "packed", tmp_path / "plain")
     found = load(tmp_path / "packed", packed="always", limit=False)
     rows = found.tables["unpacked"]
     assert {row["role"] for row in rows if words in row["why"]} == {"attention", "mlp"}, rows
     sizes = {row["role"]: row["resident_bytes"] for row in found.tables["memory"]}
-    if not found.tables["packed"]:
-        for role in ("attention", "mlp"):
-            own = sum(row["resident_bytes"] for row in rows if row["role"] == role)
-            assert 0.9 * sizes[role] < own <= sizes[role], "all of it but norms and biases"
+    assert not found.tables["packed"]
+    for role in ("attention", "mlp"):
+        own = sum(row["resident_bytes"] for row in rows if row["role"] == role)
+        assert 0.9 * sizes[role] < own <= sizes[role], "all of it but norms and biases"
 
 
 def test_what_is_not_kept_by_choice_or_beside_another_is_said(checkpoint: Get, tmp_path: Path) -> None:
@@ -133,24 +190,3 @@ def test_what_is_not_kept_by_choice_or_beside_another_is_said(checkpoint: Get, t
     assert UNWANTED in auto
     assert UNWANTED not in always
     assert "more than a product reads it" in always
-
-
-def test_ordered_and_shifted_codes_are_unpacked(checkpoint: Get, tmp_path: Path) -> None:
-    """Inputs in any order, or zero points: no operator multiplies by those, and the load is as it was."""
-    form = compressed(
-        "pack-quantized", num_bits=4, type="int", strategy="group", group_size=16, symmetric=False, actorder="group"
-    )
-    quantize(checkpoint("llama"), form, tmp_path / "packed", tmp_path / "plain")
-    assert not Direct(tmp_path / "packed", keep=EVERY).weights.pieces.packings
-
-
-def test_bfloat16_rounds_numbers_once_as_unpacking_does(checkpoint: Get, tmp_path: Path) -> None:
-    from firstlight.kernels.packed.codes import unpack
-    from firstlight.kernels.packed.matrix import PackedMatrix
-
-    quantize(checkpoint("llama"), FP8, tmp_path / "packed", tmp_path / "plain")
-    kept, unpacked = Direct(tmp_path / "packed", keep=EVERY), Direct(tmp_path / "packed", keep=())
-    for home, packing in kept.weights.pieces.packings.items():
-        codes, scales = kept.weights.storages[home], kept.weights.storages[home + SCALE]
-        numbers = unpack(PackedMatrix(codes, scales, packing.code, packing.block, packing.columns))
-        assert torch.equal(numbers, unpacked.weights.storages[home]), home

@@ -123,27 +123,20 @@ def test_packed_experts_give_what_their_numbers_in_bfloat16_give(homes: dict[str
     np.testing.assert_array_equal(Direct(twin).run(inputs)["logits"], Direct(homes[name]).run(inputs)["logits"])
 
 
-@pytest.mark.parametrize(("width", "tp", "packed"), [(32, 1, True), (64, 2, True), (32, 2, False), (96, 2, False)])
-def test_experts_stay_packed_where_a_cut_falls_between_groups(
-    width: int, tp: int, packed: bool, tmp_path: Path
-) -> None:
-    """A rank of whole groups of 32 columns keeps codes and scales; another unpacks what it reads."""
+@pytest.mark.parametrize(("width", "tp", "group"), [(32, 1, 32), (64, 2, 32), (32, 2, 16), (96, 2, 16)])
+def test_experts_stay_packed_wherever_a_cut_falls(width: int, tp: int, group: int, tmp_path: Path) -> None:
+    """A rank of whole groups of 32 columns keeps codes and scales as they are; another one has smaller groups."""
     home = write_checkpoint(tmp_path / "cut", tiny_config({"moe_intermediate_size": width}))
     checkpoint = Checkpoint.open(str(home))
     spec, matcher = FAMILIES.describe(checkpoint.config)
     held = rank_pieces(spec, Mesh(tp=tp), tp - 1, "BF16", account(checkpoint, spec, matcher), keep_packed=("expert",))
     storages = {storage.name: (storage.dtype, storage.shape) for storage in held.storages}
     rows, columns = 2 * width // tp, width // tp
-    if packed:
-        assert storages["layers.1.ffn.experts.gate_up"] == ("U8", (8, rows, 16))
-        assert storages["layers.1.ffn.experts.down_scale"] == ("U8", (8, 32, columns // 32))
-        assert {piece.packed for piece in held.pieces} == {None}
-        planned = plan(home, parse_cluster("8xB300"), Mesh(tp=tp))
-        assert planned.metrics["weight_bytes_per_device"].value == held.nbytes
-    else:
-        assert storages["layers.1.ffn.experts.gate_up"] == ("BF16", (8, rows, 32))
-        assert "layers.1.ffn.experts.gate_up_scale" not in storages
-    assert held.nbytes == load(checkpoint, held).nbytes
+    assert storages["layers.1.ffn.experts.gate_up"] == ("U8", (8, rows, 16))
+    assert storages["layers.1.ffn.experts.down_scale"] == ("U8", (8, 32, columns // group))
+    planned = plan(home, parse_cluster("8xB300"), Mesh(tp=tp))
+    assert planned.metrics["loaded_weight_bytes_per_device"].value == held.nbytes == load(checkpoint, held).nbytes
+    assert (planned.metrics["weight_bytes_per_device"].value == held.nbytes) == (width != 96), "a scale more is held"
 
 
 def test_chunks_and_single_steps_give_what_one_pass_gives(
