@@ -28,6 +28,7 @@ from firstlight.workbench.progress import Progress
 CHUNK_BYTES = 4 << 20  # a multiple of every element size
 BLOCK = 1 << 16  # elements that are measured at a time: all that is made of them stays in a core's cache
 EXPONENTS = ("_scale", ".scale", "_scales", ".scales", "_scale_inv")  # of names: scales stored as bytes are exponents
+DOT = 1 << 13  # elements of one product
 BATCH, BATCH_BYTES = 64, 64 << 20  # that a thread takes at a time
 READERS = 2  # threads for each core: some read while others compute
 
@@ -214,8 +215,7 @@ class Gauge:
             found.elements += block.size
             found.largest = max(found.largest, form.value(top))
             if not is_code and top:
-                wide = self._widened(form, bits)
-                found.squares += float(np.dot(wide, wide)) * form.factor**2
+                found.squares += _squares(self._widened(form, bits)) * form.factor**2
 
     def _widened(self, form: Form, bits: NDArray[np.unsignedinteger]) -> NDArray[np.float64]:
         """Absolute values in double precision, `factor` times too small."""
@@ -225,6 +225,12 @@ class Gauge:
             bits = np.left_shift(bits, form.shift, out=shifted, dtype=np.uint32, casting="unsafe")
         wide[:] = bits.view(f"<f{bits.itemsize}")
         return wide
+
+
+def _squares(wide: NDArray[np.float64]) -> float:
+    """The sum of squares, a part at a time: BLAS has threads of its own for longer ones, which wait for each other."""
+    parts = (wide[start : start + DOT] for start in range(0, wide.size, DOT))
+    return sum(float(np.dot(part, part)) for part in parts)
 
 
 def _count_negative_zero(found: Measure, chunk: memoryview) -> None:

@@ -46,7 +46,7 @@ from firstlight.engine.weights.packed import (
 )
 from firstlight.engine.weights.packed import Problem as Mismatch
 from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padded_findings
-from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread
+from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread, without_consequences
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
 from firstlight.engine.weights.wholesale import enter_kinds, strangers
@@ -137,7 +137,8 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
             book.enter(tensor, matcher.match(broken or tensor.name), sound=broken is None)
     book.leave_out(grouped.companions | book.beside)
     book.settle_head(spec)
-    return book.close(spec, lost(checkpoint, matcher, params))
+    ledger = book.close(spec, lost(checkpoint, matcher, params))
+    return msgspec.structs.replace(ledger, findings=tuple(without_consequences(ledger.findings, findings)))
 
 
 def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
+
+import msgspec
 
 from firstlight.engine.findings import Finding, warning
 from firstlight.engine.weights.formats.announced import KEYS, announcements
@@ -43,6 +45,17 @@ def two_levels(config: Mapping[str, Any]) -> Iterator[Finding]:
             found=f"{where} = {said[where]}"[:200],
             next="fetch config.json again, or remove the one that is not meant",
         )
+
+
+def without_consequences(findings: Iterable[Finding], refusals: Collection[Finding]) -> Iterator[Finding]:
+    """What an account finds where the way weights are stored is not read: no way out but that of the refusal."""
+    causes = [finding.message for finding in refusals if finding.severity == "fatal"]
+    for finding in findings:
+        if finding in refusals or not causes or finding.severity != "fatal":
+            yield finding
+        elif finding.code != "unsupported-format":  # codes that nothing announces: something did
+            way = f"nothing here: it may follow from how weights are stored, which is not read ({causes[0]})"
+            yield msgspec.structs.replace(finding, next=way)
 
 
 def unread(scheme: Scheme) -> Iterator[Finding]:

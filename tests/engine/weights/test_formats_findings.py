@@ -269,6 +269,23 @@ def test_an_unknown_format_is_refused_by_name_and_the_account_goes_on(tmp_path: 
     assert "'aqlm' is not read here: additive codebooks" in first.message
 
 
+@pytest.mark.parametrize(("name", "renamed"), [("gptq", ""), ("int8", "weight_qdata")])
+def test_what_follows_from_a_format_that_is_not_read_has_no_other_way_out(
+    name: str, renamed: str, tmp_path: Path
+) -> None:
+    """Nobody is sent for a shard, or for another configuration, that is not at fault."""
+    written("llama", CONFIGS[name], tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "torchao"})
+    up = "model.layers.0.mlp.up_proj."
+    if renamed:
+        change(tmp_path, lambda held: held.update({up + renamed: held.pop(up + "weight")}))
+    cause, *rest = (finding for finding in settle(tmp_path).findings if finding.severity == "fatal")
+    assert "'torchao' is not read here" in cause.message
+    assert [finding for finding in rest if finding.code == "unsupported-format"] == []
+    assert all("'torchao' is not read here" in str(finding.next) for finding in rest)
+    assert bool(rest) == bool(renamed)
+
+
 @pytest.mark.parametrize("method", [*KNOWN, "frobnicate", None])
 def test_what_is_known_about_tools_that_are_not_read(method: str | None) -> None:
     with pytest.raises(Refused) as caught:
@@ -301,7 +318,14 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
         ({"quant_method": "gptq", "bits": 3}, "unsupported-format", "bits = 3"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "config-invalid", "group_size"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "unsupported-format", "marlin"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "unsupported-format", "down"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 3}}}, "unsupported-format", "bits = 3"),
+        (
+            {"quant_method": "gptq", "dynamic": {".*down.*": {"rotation": "x"}}},
+            "unsupported-format",
+            "down.*: rotation",
+        ),
+        ({"quant_method": "awq", "dynamic": {".*down.*": {"bits": 8}}}, "unsupported-format", "down.*: bits = 8"),
+        ({"quant_method": "fp8", "dynamic": {".*down.*": {"bits": 4}}}, "unsupported-format", "down.*: bits = 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "config-invalid", "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "config-invalid", "weight_block_size"),
         ({"quant_method": "fp8", "fmt": "e3m4"}, "unsupported-format", "e3m4"),
@@ -359,6 +383,26 @@ def test_names_of_modules(patterns: list[str], inside: list[str], outside: list[
     modules = Modules(patterns)
     assert [name for name in inside if name not in modules] == []
     assert [name for name in outside if name in modules] == []
+
+
+def test_settings_of_some_modules(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: the first pattern that names a module counts, and none is a setting of all."""
+    dynamic = {
+        "+:.*layers\\.1\\..*down": {"bits": 8, "group_size": 32, "damp_percent": 0.1},
+        "-:.*down_proj": {},
+        ".*up_proj": {"group_size": 8, "sym": False},
+        "-:.*layers\\.0\\.mlp\\.up": {},
+    }
+    ledger, values = written("llama", {**CONFIGS["gptq"], "desc_act": False, "dynamic": dynamic}, tmp_path)
+    assert ledger.findings == ()
+    packed = {name: source.packed for name, source in ledger.sources.items() if source.packed is not None}
+    found = {name: weight.format.describe() for name, weight in packed.items() if ".ffn." in name}
+    assert found == {
+        **{f"layers.{layer}.ffn.up.weight": "GPTQ INT4, groups of 8, g_idx" for layer in range(2)},
+        **{f"layers.{layer}.ffn.gate.weight": "GPTQ INT4, groups of 16, g_idx" for layer in range(2)},
+        "layers.1.ffn.down.weight": "GPTQ INT8, groups of 32, g_idx",
+    }
+    loaded_is(tmp_path, ledger, values, Mesh(tp=2))
 
 
 def test_extra_prediction_layers_are_left_out_with_their_scales(tmp_path: Path) -> None:
