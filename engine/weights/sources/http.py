@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import netrc
+import os
 import re
 import socket
 import ssl
@@ -33,7 +34,7 @@ from firstlight.engine.weights.sources.base import (
     ended_early,
     read_rows_at_once,
 )
-from firstlight.engine.weights.sources.retry import Interrupted, Patience, Retry, Target, fill
+from firstlight.engine.weights.sources.retry import Interrupted, Pace, Patience, Retry, Target, fill
 
 if TYPE_CHECKING:
     from httpcore import NetworkStream
@@ -45,6 +46,7 @@ CONNECT_S = 10.0  # a server that is there answers that much sooner
 UNWANTED = "nobody wants it any longer"
 CHECK = "check the network, the server and any proxy of the environment (HTTPS_PROXY, HTTP_PROXY, NO_PROXY)"
 LOOK = "open the address in a browser"
+ELSEWHERE = "download the checkpoint and name its directory, or use a server that states sizes and serves ranges"
 TRUST = "name the certificate of who vouches for it: SSL_CERT_FILE=FILE.pem; check the host's name and this clock"
 PLAIN = ("", "identity", "aws-chunked")  # encodings of an answer whose bytes are those of the file
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -64,6 +66,7 @@ class HttpFiles:
         self._lock = threading.Lock()
         self._links: weakref.WeakSet[NetworkStream] = weakref.WeakSet()  # every connection there is
         self._credentials = OfNetrc()
+        self._forbids_absent: bool | None = None
         self._client = self._connections(
             timeout=httpx.Timeout(self.retry.stall_s, pool=None, connect=min(self.retry.stall_s, CONNECT_S)),
             limits=httpx.Limits(
@@ -205,17 +208,30 @@ class HttpFiles:
     def _look_once(self, name: str) -> FileStat | None:
         with self.answer(name, 0, 0) as response:
             self.usage.add("requests")
-            if response.status_code == 404:
+            is_remembered = str(response.url) != self.address(name)  # 410: what signed it may have expired
+            if response.status_code == 404 or (response.status_code == 410 and not is_remembered):
+                return None
+            if response.status_code == 403 and self._pinned and self._hides_absence():
                 return None
             self.judge(name, response)
             if response.status_code == 206:
                 return FileStat(_total(self.address(name), response), version_of(response))
-            size = response.headers.get("content-length")
             if response.status_code == 416:  # an empty file has no first byte
+                ranges = response.headers.get("content-range", "bytes */0")
+                if ranges != "bytes */0":
+                    raise self._refused(name, f"status 416 to its first byte, and {ranges}", "status 206", ELSEWHERE)
                 return FileStat(0, version_of(response))
+            size = response.headers.get("content-length")
             if size is None or not size.isdecimal():
-                raise self._refused(name, "no Content-Length", "the size of the file")
+                raise self._refused(name, "no Content-Length", "the size of the file", ELSEWHERE)
             return FileStat(int(size), version_of(response))
+
+    def _hides_absence(self) -> bool:
+        """Whether the server forbids what it does not have, as stores do whose contents may be read but not listed."""
+        if self._forbids_absent is None:
+            with self.answer(f"{os.urandom(8).hex()}.json", 0, 0) as response:
+                self._forbids_absent = response.status_code == 403
+        return self._forbids_absent
 
     def _where(self, name: str) -> httpx.URL:
         with self._lock:
@@ -329,10 +345,12 @@ class HttpFile:
                 self._source.judge(self._name, response)
                 self._refuse_others(response, first, last)
                 self._streams[threading.get_ident()] = response
+                pace = Pace(self._source.retry)
                 for part in response.iter_raw():
                     if self._stop.is_set():
                         raise Interrupted(UNWANTED)
                     target.accept(memoryview(part))
+                    pace.came(len(part))
         except httpx.TransportError as error:
             raise Interrupted(str(error) or type(error).__name__) from error
         finally:
@@ -341,7 +359,7 @@ class HttpFile:
     def _refuse_others(self, response: httpx.Response, first: int, last: int) -> None:
         """Another version, another range or the whole file is not what was asked for."""
         whole = first == 0 and last == self._expected.nbytes - 1
-        found = version_of(response)
+        found = version_of(response, self._expected.version)
         if response.status_code == 416 or (found is not None and found != self._expected.version):
             raise changed(self._file, f"version {self._expected.version}", found or "a file that is shorter")
         if response.status_code == 200:
@@ -381,9 +399,12 @@ def cut(stream: NetworkStream) -> None:
             held.shutdown(socket.SHUT_RDWR)
 
 
-def version_of(response: httpx.Response) -> str | None:
-    """The etag or, without one, the time of the last change."""
-    return response.headers.get("etag") or response.headers.get("last-modified")
+def version_of(response: httpx.Response, like: str | None = None) -> str | None:
+    """The etag or, without one, the time of the last change; where `like` is one of them, that one alone."""
+    etag, modified = response.headers.get("etag"), response.headers.get("last-modified")
+    if like is not None and (etag or modified):
+        return modified if like.endswith("GMT") else etag
+    return etag or modified
 
 
 def _total(file: str, response: httpx.Response) -> int:

@@ -74,6 +74,24 @@ class Patience:
         self._stop.wait(pause_s)
 
 
+class Pace:
+    """Whether what comes on one connection comes fast enough to go on with it: bytes that drip would never end."""
+
+    def __init__(self, retry: Retry) -> None:
+        self._most_s = max(retry.stall_s, retry.patience_s)
+        self._since_s = time.monotonic()
+        self._nbytes = 0
+
+    def came(self, nbytes: int) -> None:
+        """Raises `Interrupted` when fewer than `LEAST_BYTES` came for longer than any silence may last."""
+        self._nbytes += nbytes
+        taken_s = time.monotonic() - self._since_s
+        if self._nbytes >= LEAST_BYTES:
+            self._nbytes, self._since_s = 0, time.monotonic()
+        elif taken_s > self._most_s:
+            raise Interrupted(f"{self._nbytes:,} bytes in {taken_s:.1f} s")
+
+
 class Interrupted(Exception):
     """An attempt ended early for a reason that may pass; `pause_s` is what the server asked to wait."""
 

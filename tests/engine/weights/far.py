@@ -23,6 +23,7 @@ class Web:
         self.home = home
         self.faults: dict[str, list[Fault]] = defaultdict(list)
         self.always: dict[str, Fault] = {}
+        self.otherwise: Fault | None = None  # for what is not there, instead of 404
         self.asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.versions: dict[str, str] = {}
         self.lock = threading.Lock()
@@ -71,7 +72,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None and fault(self, content):
             return
         if not path.is_file():
-            self.plain(404)
+            if self.web.otherwise is None or not self.web.otherwise(self, content):
+                self.plain(404)
             return
         self.part(content[self.first : self.last + 1])
 
@@ -133,6 +135,17 @@ def stall(handler: Handler, content: bytes) -> bool:
     wanted = content[handler.first : handler.last + 1]
     handler.part(wanted[: len(wanted) // 2], promised=len(wanted))
     handler.web.over.wait()
+    return True
+
+
+def drip(handler: Handler, content: bytes) -> bool:
+    """A byte now and a byte then, of all that was asked for: no silence is long."""
+    wanted = content[handler.first : handler.last + 1]
+    handler.part(wanted[:1], promised=len(wanted))
+    for at in range(1, len(wanted)):
+        if handler.web.over.wait(0.01):
+            break
+        handler.wfile.write(wanted[at : at + 1])
     return True
 
 

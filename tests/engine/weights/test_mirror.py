@@ -222,6 +222,20 @@ def test_urls_that_are_not_taken(url: str, code: str, tmp_path: Path) -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("status", [403, 410])
+def test_what_a_store_forbids_because_it_lacks_it_is_absent(status: int, web: far.Web, tmp_path: Path) -> None:
+    """Public buckets may not be listed, and forbid every name that they do not have; one that is there stays forbidden
+    where other names are found to be absent."""
+    web.otherwise = far.status(status)
+    assert sorted(path.name for path in place(web, tmp_path).iterdir()) == [
+        mirror.POINTER, "config.json", "model.safetensors.index.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    web.otherwise = None
+    web.always["config.json" if status == 410 else "tokenizer_config.json"] = far.status(403)
+    with pytest.raises(Refused, match="status 403"):
+        place(web, tmp_path)
+
+
 def test_a_server_without_a_checkpoint_is_refused(web: far.Web, tmp_path: Path) -> None:
     (web.home / "config.json").unlink()
     with pytest.raises(Refused) as caught:

@@ -133,6 +133,16 @@ def test_a_stalled_connection_is_given_up_and_gone_on_with(web: far.Web, content
     source.close()
 
 
+def test_bytes_that_drip_are_no_progress_either(web: far.Web) -> None:
+    """No single byte is late, and the whole would take a hundred days in earnest; 20 s here."""
+    source = HttpFiles(web.url, retry=dataclasses.replace(QUICK, patience_s=0.2, stall_s=0.2))
+    source.stat(NAME)
+    web.always[NAME] = far.drip
+    assert refusal(source, 0, 2000).code == "read-failed"
+    assert len(web.asked[NAME]) >= 1 + QUICK.attempts
+    source.close()
+
+
 def test_a_server_that_never_recovers_is_refused_after_bounded_attempts(web: far.Web, source: HttpFiles) -> None:
     source.stat(NAME)
     web.always[NAME] = far.status(503)
@@ -254,6 +264,31 @@ def test_an_answer_that_does_not_say_its_version_is_asked_for_again(
     assert source.usage.counts()["retries"] == 1
     web.always[NAME] = without
     assert "which version" in str(refusal(source))
+
+
+def test_a_time_is_no_other_version_of_an_etag(web: far.Web, source: HttpFiles, content: bytes) -> None:
+    """A proxy left the etag out once; the time of the last change says nothing of it."""
+    source.stat(NAME)
+
+    def timed(handler: far.Handler, content: bytes) -> bool:
+        web.versions[NAME] = ""
+        modified = {"Last-Modified": "Mon, 30 Nov 2026 00:00:00 GMT"}
+        handler.part(content[handler.first : handler.last + 1], more=modified)
+        del web.versions[NAME]
+        return True
+
+    web.faults[NAME] = [timed]
+    assert read(source, 100, 900) == content[100:1000]
+    assert source.usage.counts()["retries"] == 1
+
+
+def test_a_file_is_empty_only_where_its_size_says_so(web: far.Web, source: HttpFiles, tmp_path: Path) -> None:
+    (tmp_path / "nothing.txt").write_bytes(b"")
+    web.always["nothing.txt"] = far.status(416, Content_Range="bytes */0")
+    assert source.stat("nothing.txt").nbytes == 0
+    web.always[NAME] = far.status(416, Content_Range="bytes */3000000")
+    with pytest.raises(Refused, match=r"416 to its first byte, and bytes \*/3000000"):
+        source.stat(NAME)
 
 
 def test_credentials_go_to_the_host_that_they_are_for_alone(
