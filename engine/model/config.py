@@ -8,6 +8,7 @@ from typing import Any
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.model.values import asks_for_numbers, impossible
 
 # Keys that do not change the forward pass of inference: training, generation, bookkeeping.
 HARMLESS = frozenset(
@@ -30,14 +31,7 @@ HARMLESS = frozenset(
 )
 
 
-LIMITS = {  # of sizes that are counted one by one; others may be as large as memory is
-    "num_hidden_layers": 10_000,
-    "num_experts": 100_000,
-    "n_routed_experts": 100_000,
-    "num_local_experts": 100_000,
-}
-
-
+_PLURAL = ("layers", "multipliers", "indices", "idxs", "indexes", "per_layer", "pattern")  # whose keys hold lists
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")  # names of one number
 
 
@@ -50,6 +44,7 @@ class Config:
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
         self.raw = raw
         self.where = where
+        self._names: dict[str, str] = {}  # ours -> the file's, where it has an older one
         self._read: dict[str, None] = {}  # in the order of the latest reading
         self._subs: dict[str, Config] = {}
         self.findings: list[Finding] = []
@@ -66,18 +61,32 @@ class Config:
         key = next((key for key in reversed(self._read) if self.raw.get(key) is not None), None)
         return None if key is None else (key, self.raw[key])
 
+    def odd(self) -> tuple[str, ...]:
+        """Keys that were read and hold what few formulas take (nothing, less, a list, too much), the latest first."""
+        found = [key for key in reversed(self._read) if _is_odd(key, self.raw.get(key))]
+        own = tuple(f"{self._named(key)} = {str(self.raw[key])[:60]}" for key in found)
+        return own + tuple(name for sub in self._subs.values() for name in sub.odd())
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` when the key is absent or null."""
         self._note(key)
         value = self.raw.get(key)
+        self._hold(key, value, default)
+        return default if value is None else value
+
+    def _hold(self, key: str, value: Any, default: Any) -> None:
+        """Raises `Refused` for a value that cannot be what its key asks for."""
         if isinstance(value, str) and value.lower() in ("true", "false"):  # every text counts as true in Python
             self.refuse(key, value, "true or false, without quotes")
-        return default if value is None else value
+        if (found := impossible(key, value, default)) is not None:
+            self.refuse(*found)
 
     def stated(self, key: str, absent: Any) -> Any:
         """The value as written, null included; `absent` (the architecture's default) when the file is silent."""
         self._note(key)
-        return self.raw.get(key, absent)
+        value = self.raw.get(key, absent)
+        self._hold(key, value, absent)
+        return value
 
     def assume(self, **values: Any) -> None:
         """What an architecture's own code takes where the file is silent, read from now on as if the file held it.
@@ -89,6 +98,18 @@ class Config:
         for key in values.keys() - self.raw.keys():
             self._note(key)
         self.raw = {**values, **self.raw}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Keys of an older spelling (ours -> theirs), read from now on by ours, and named in messages by theirs."""
+        there = {ours: theirs for ours, theirs in names.items() if theirs in self and ours not in self}
+        self._names.update(there)
+        for theirs in names.values():
+            self._note(theirs)
+        self.assume(**{ours: self.raw[theirs] for ours, theirs in there.items()})
+
+    def _named(self, key: str) -> str:
+        """The key as the file spells it."""
+        return self._names.get(key, key)
 
     def need(self, *keys: str) -> Any:
         """The value of the first key that is present; refused when none is."""
@@ -108,13 +129,13 @@ class Config:
 
     def size(self, *keys: str) -> int:
         """A positive whole number that must be there."""
-        value = self.need(*keys)
+        value, key = self.need(*keys), next(key for key in keys if key in self)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(keys[0], value, "a positive whole number")
-        limit = min(LIMITS.get(key, 1 << 40) for key in keys)
-        if value > limit:
-            self.refuse(keys[0], value, f"at most {limit:,}")
-        return int(value)
+            self.refuse(key, value, "a positive whole number")
+        for name in keys:  # the limit of any of its names
+            if (found := impossible(name, value, 1)) is not None:
+                self.refuse(key, value, found[2])
+        return value
 
     def positive(self, key: str, value: Any) -> float:
         """`value`, which `key` holds, as a finite number above zero."""
@@ -127,7 +148,9 @@ class Config:
         self._note(key)
         if key not in self._subs:
             raw = self.raw.get(key)
-            self._subs[key] = Config(raw if isinstance(raw, Mapping) else {}, f"{self.where}: {key}")
+            if raw is not None and not isinstance(raw, Mapping):
+                self.refuse(key, raw, "an object")
+            self._subs[key] = Config(raw or {}, f"{self.where}: {key}")
         return self._subs[key]
 
     def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
@@ -153,7 +176,7 @@ class Config:
         raise Refused(
             fatal(
                 "config-invalid",
-                f"{self.where}: {key} has an impossible value",
+                f"{self.where}: {self._named(key)} has an impossible value",
                 file="config.json",
                 expected=expected,
                 found=repr(value),
@@ -177,3 +200,9 @@ class Config:
 
     def all_findings(self) -> tuple[Finding, ...]:
         return tuple(self.findings) + tuple(found for sub in self._subs.values() for found in sub.all_findings())
+
+
+def _is_odd(key: str, value: object) -> bool:
+    if isinstance(value, int | float):
+        return not isinstance(value, bool) and not 0 < value < 1 << 31
+    return isinstance(value, list) and asks_for_numbers(key) and not key.endswith(_PLURAL)

@@ -70,7 +70,8 @@ def rope(
             found=f"rope_theta = {base}",
             next="verify at positions beyond 4,000, where a wrong base shows",
         )
-    fields = {key: value for key, value in {**old, **new}.items() if key not in read_elsewhere}
+    both = {**old, **new}
+    fields = {key: value for key, value in both.items() if value is not None and key not in read_elsewhere}
     share = 1.0 if "partial_rotary_factor" in read_elsewhere else _rotated_share(config, fields, partial)
     value = next((float(v) for v in (named, old.get("rope_theta"), base) if v is not None), None)
     if value is None:
@@ -87,8 +88,6 @@ def rope(
         value *= float(fields["alpha"]) ** (dim / (dim - 2))
         fields = {}
     max_positions = int(config.get("max_position_embeddings", 0))
-    if max_positions < 0:
-        config.refuse("max_position_embeddings", max_positions, "a positive whole number")
     return Rope(
         theta=value,
         dim=dim if fields.get("rope_type") == "proportional" else int(dim * share),
@@ -202,8 +201,8 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
     if kind in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in config:
         read["original_max_positions"] = config.size("original_max_position_embeddings")  # the outer key wins
     original = read.setdefault("original_max_positions", max_positions)
-    if kind in ("yarn", "longrope") and original:
-        read.setdefault("factor", max_positions / original)
+    if kind in ("yarn", "longrope") and original and "factor" not in read:
+        read["factor"] = config.size("max_position_embeddings") / original
     if kind == "proportional":
         read["share"] = float(fields.get("partial_rotary_factor", 1.0))
     config.positive("rope_scaling.factor", read.get("factor", 1.0))
@@ -211,7 +210,11 @@ def _rope_scaling(config: Config, fields: dict[str, Any], max_positions: int) ->
 
 
 def head_dim(config: Config) -> int:
-    return int(config.get("head_dim", config.size("hidden_size") // config.size("num_attention_heads")))
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    size = int(config.get("head_dim", hidden // heads))
+    if size < 1:
+        config.refuse("num_attention_heads", heads, f"at most hidden_size {hidden}")
+    return size
 
 
 def gqa(config: Config, **fields: Any) -> Attention:

@@ -68,6 +68,8 @@ def _mixers(config: Config) -> dict[str, CompressedAttention]:
     size, norm = config.size("head_dim"), rms(config)
     plain, stretched = _ropes(config, size)
     rates = {SPARSE: 4, HEAVY: 128, **config.get("compress_rates", {})}
+    if any(type(rate) is not int or rate < 1 for rate in rates.values()):
+        config.refuse("compress_rates", rates, "positive whole numbers")
     values: dict[str, Any] = {
         "num_heads": config.size("num_attention_heads"),
         "head_dim": size,

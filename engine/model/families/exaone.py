@@ -17,7 +17,7 @@ DEFAULTS = MappingProxyType({"exaone": (500000.0, None), "iquestcoder": (10000.0
 
 
 def spec(config: Config) -> ModelSpec:
-    config.assume(**{ours: config.get(theirs) for ours, theirs in OLDER.items() if theirs in config})
+    config.rename(OLDER)
     model_type = str(config.need("model_type"))
     theta, width = DEFAULTS[model_type]
     config.only("use_sliding_window", False, default=False)

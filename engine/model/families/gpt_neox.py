@@ -83,7 +83,7 @@ def _falcon(config: Config) -> ModelSpec:
 
 def _bloom(config: Config) -> ModelSpec:
     older = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
-    config.assume(**{ours: config.get(theirs) for ours, theirs in older.items() if theirs in config})
+    config.rename(older)
     config.only("n_embed", config.size("hidden_size"), default=config.size("hidden_size"))
     onto_norms = bool(config.get("apply_residual_connection_post_layernorm", False))
     if int(config.get("pretraining_tp", 1)) > 1:  # sums of slices, which leave biases out

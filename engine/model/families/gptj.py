@@ -15,7 +15,7 @@ USUAL = {  # the usual keys -> GPT-J's
 
 
 def spec(config: Config) -> ModelSpec:
-    config.assume(**{usual: config.get(own) for usual, own in USUAL.items() if own in config})
+    config.rename(USUAL)
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if hidden % heads:
         config.refuse("n_head", heads, f"a divisor of n_embd {hidden}")

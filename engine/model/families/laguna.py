@@ -35,7 +35,8 @@ def spec(config: Config) -> ModelSpec:
     windows, norm = layer_windows(config, config.stated("sliding_window", absent=512)), rms(config)
     if "layer_types" not in config:
         windows = [None] * count
-    bias, gating = bool(config.get("attention_bias", False)), config.get("gating", True)
+    bias, gating = bool(config.get("attention_bias", False)), config.get("gating")
+    gating = True if gating is None else gating
     if gating not in (True, "per-head", "per-element"):
         config.unsupported("gating", gating, "true, per-head or per-element")
     heads = config.get("num_attention_heads_per_layer", [config.size("num_attention_heads")] * count)

@@ -16,7 +16,7 @@ def slopes(num_heads: int) -> tuple[float, ...]:
 
 def spec(config: Config) -> ModelSpec:
     older = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
-    config.assume(**{ours: config.get(theirs) for ours, theirs in older.items() if theirs in config})
+    config.rename(older)
     own = config.sub("attn_config")
     for key, value in (("alibi", True), ("alibi_bias_max", 8), ("qk_ln", False), ("prefix_lm", False)):
         own.only(key, value, default=value)

@@ -247,9 +247,12 @@ class Families(Mapping[str, Family]):
         inner = [self._spec(*self._nested(part, config)) for part in family.parts]
         try:
             # Values go into the spec as they are written; to JSON and back checks the type of each.
-            return msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)
+            spec = msgspec.convert(msgspec.to_builtins(family.spec(config, *inner)), ModelSpec)
         except (TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError, OverflowError) as error:
             raise Refused(_unusable(family, config, error)) from error
+        if any(getattr(layer.mixer, "window", None) == 0 for layer in spec.layers):
+            config.refuse("sliding_window", 0, "a positive whole number, or null: nothing is seen through no window")
+        return spec
 
     def _rules(self, family: Family, config: Config) -> tuple[WeightRule, ...]:
         rules = (family.left_out(config) if family.left_out else ()) + family.rules
@@ -269,8 +272,10 @@ class Families(Mapping[str, Family]):
 
 def _unusable(family: Family, config: Config, error: Exception) -> Finding:
     """A value that no family can compute with, such as a text in place of a number."""
-    latest = config.latest()
+    latest, odd = config.latest(), config.odd()
     read = f"{latest[0]} = {str(latest[1])[:60]!r} was read last" if latest else "nothing was read"
+    if odd:
+        read = f"{', '.join(odd[:3])} {'was' if len(odd) == 1 else 'were'} read"
     return fatal(
         "config-invalid",
         f"{config.where}: family {family.name} cannot use a value: {error}; {read}",

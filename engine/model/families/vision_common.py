@@ -25,6 +25,8 @@ from firstlight.engine.model.spec import (
     PatchTower,
 )
 
+DEFAULT_THETA = 10000.0  # of rotations, where the configuration is silent
+
 
 def layer(
     norm: Norm,
@@ -40,6 +42,8 @@ def layer(
     qk_norm: Norm | None = None,
 ) -> LayerSpec:
     """One layer of a vision encoder: attention over whole pictures and a feed-forward, each behind a norm."""
+    if hidden < heads:
+        raise ValueError(f"num_attention_heads = {heads} of a hidden_size of {hidden}")
     return LayerSpec(
         mixer=Attention(
             num_heads=heads,
@@ -125,7 +129,6 @@ def square(config: Config, key: str, default: int) -> int:
 def axial(
     config: Config,
     *,
-    default_theta: float = 10000.0,
     split: bool = False,
     layout: Literal["halves", "pairs"] = "halves",
 ) -> AxialRope:
@@ -135,7 +138,7 @@ def axial(
         known = {"rope_type": ("axial", "default"), "type": ("axial", "default")}.get(key)
         if (known is not None and value not in known) or (known is None and key != "rope_theta"):
             config.unsupported(f"rope_parameters.{key}", value, "axial, with a rope_theta")
-    theta = config.positive("rope_theta", fields.get("rope_theta", config.get("rope_theta", default_theta)))
+    theta = config.positive("rope_theta", fields.get("rope_theta", config.get("rope_theta", DEFAULT_THETA)))
     return AxialRope(theta=theta, split=split, layout=layout)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,7 +73,8 @@ def test_the_key_and_the_value_are_named() -> None:
         FAMILIES.describe({**LLAMA, "rms_norm_eps": "small"})
     (finding,) = caught.value.findings
     assert finding.code == "config-invalid"
-    assert "could not convert string to float: 'small'; rms_norm_eps = 'small' was read last" in finding.message
+    assert "rms_norm_eps has an impossible value" in finding.message
+    assert (finding.expected, finding.found) == ("a number from 0 to 0.1", "'small'")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,68 @@ def test_a_spec_survives_json() -> None:
     for case in TINY.values():
         spec, _ = FAMILIES.describe(case.config)
         assert msgspec.json.decode(msgspec.json.encode(spec), type=ModelSpec) == spec
+
+
+# A value that was once computed with, or refused under another key's name -> the case, the key as the file spells it.
+IMPOSSIBLE = [
+    ("llama", "head_dim", "7"),
+    ("llama", "head_dim", True),
+    ("llama", "num_key_value_heads", -1),
+    ("llama", "num_key_value_heads", 0),
+    ("llama", "max_position_embeddings", True),
+    ("llama", "max_position_embeddings", 0.5),
+    ("llama", "max_position_embeddings", 0),
+    ("llama", "rms_norm_eps", "1e-6"),
+    ("llama", "rms_norm_eps", 7),
+    ("llama", "attention_bias", 3),
+    ("llama", "rope_parameters", [1]),
+    ("llama", "rope_parameters.rope_theta", True),
+    ("llama", "rope_parameters.rope_theta", 1e-300),
+    ("llama", "num_attention_heads", 1 << 31),
+    ("qwen3_moe", "mlp_only_layers", {"a": 1}),
+    ("qwen3_moe", "mlp_only_layers", "big"),
+    ("qwen3_moe", "mlp_only_layers", [0.5]),
+    ("qwen3_moe", "decoder_sparse_step", 0),
+    ("qwen2-window", "sliding_window", 0),
+    ("deepseek_v3-yarn", "num_nextn_predict_layers", 1 << 31),
+    ("deepseek_v3-yarn", "n_shared_experts", -1),
+    ("deepseek_v3-yarn", "first_k_dense_replace", 0.5),
+    ("deepseek_v3-yarn", "n_group", 0),
+    ("deepseek_v3-yarn", "routed_scaling_factor", math.nan),
+    ("deepseek_v3-yarn", "routed_scaling_factor", 0),
+    ("deepseek_v3-yarn", "rope_parameters.beta_fast", -math.inf),
+    ("deepseek_v3-yarn", "rope_parameters.factor", [40.0]),
+    ("deepseek_v3-yarn", "rope_parameters.mscale", {}),
+    ("deepseek_v3-yarn", "rope_parameters.original_max_position_embeddings", "64"),
+    ("gemma2", "attn_logit_softcapping", [5.0]),
+    ("gemma2", "final_logit_softcapping", -6.0),
+    ("gemma2", "query_pre_attn_scalar", False),
+    ("llava-clip", "vision_config", "clip"),
+    ("llava-clip", "vision_config.num_channels", 0),
+    ("llava-clip", "vision_config.num_attention_heads", 48),
+    ("falcon_h1", "ssm_multipliers", [math.nan] * 5),
+    ("falcon_h1", "embedding_multiplier", "3"),
+    ("mpt", "d_model", -1),
+    ("mpt", "attn_config.softmax_scale", 0),
+    ("bloom", "n_head", 1 << 40),
+    ("phi3", "rope_parameters.long_factor", 1.5),
+    ("deepseek_v4", "compress_rates.heavily_compressed_attention", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "place", "value"), IMPOSSIBLE, ids=lambda item: str(item)[:40])
+def test_nothing_is_computed_with_a_value_that_cannot_be(name: str, place: str, value: object) -> None:
+    config = json.loads(json.dumps({**TINY[name].config, **TINY[name].fields}))
+    *above, key = place.split(".")
+    level = config
+    for step in above:
+        level = level.setdefault(step, {})
+    level[key] = value
+    with pytest.raises(Refused) as caught:
+        FAMILIES.describe(config)
+    (finding,) = caught.value.findings
+    said = f"{finding.message} {finding.found}"
+    assert (finding.code, finding.file) == ("config-invalid", "config.json")
+    assert key in said or above[-1] in said
+    assert finding.expected
+    assert str(value).strip("'") in said
