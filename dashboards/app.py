@@ -348,6 +348,7 @@ def serve(
             websocket_origin=[f"{name}:{port}" for name in names],
             show=False,
             start=False,
+            verbose=False,
             title="Firstlight",
             sign_sessions=True,
             secret_key=secrets.token_hex(32),

@@ -277,11 +277,11 @@ def _lane(rank: int, kind: str) -> str:
     return f"rank {rank} {'blocks' if kind == 'compute' else 'collectives'}"
 
 
-def loading(events: Sequence[tuple[str, float, float]], unit_bytes: float = 2**20) -> Figure:
+def loading(events: Sequence[tuple[str, float, float]]) -> Figure:
     """Bytes read over time, a line a phase: (phase, seconds since the beginning, bytes)."""
     by_phase: dict[str, list[tuple[float, float]]] = {}
     for phase, time_s, done in events:
-        by_phase.setdefault(phase, []).append((time_s, done / unit_bytes))
+        by_phase.setdefault(phase, []).append((time_s, done / 2**20))
     traces = [
         {
             "type": "scatter",

@@ -71,11 +71,8 @@ def metrics(found: Mapping[str, Metric], prefix: str = "") -> str:
     shown = {name: one for name, one in found.items() if one.value is not None and name.startswith(prefix)}
     items = [(name, one) for name, one in shown.items() if words.is_number(one.value)]
     lines = [(name, one) for name, one in shown.items() if not words.is_number(one.value)]
-    plain = [_plain_name(name) for name, _ in items]
-    cells = [
-        (words.told_apart(known, one.unit) if plain.count(known) > 1 else known, _measured(name, one))
-        for known, (name, one) in zip(plain, items, strict=True)
-    ]
+    names = _names_of(found)
+    cells = [(names[name], _measured(name, one)) for name, one in items]
     large = figures(cells) if cells else ""
     small = "".join(
         f'<p><span class="quiet">{said(words.heading(name))}:</span> {said(words.quantity(one.value, one.unit))}</p>'
@@ -84,9 +81,23 @@ def metrics(found: Mapping[str, Metric], prefix: str = "") -> str:
     return large + (f'<div class="spaced">{small}</div>' if small else "")
 
 
-def _plain_name(name: str) -> str:
-    """The name without its unit, which stands with the value."""
-    return words.heading(name).partition(" (")[0].removesuffix(" tokens per s")
+def explained(found: Mapping[str, Metric], names: Sequence[str]) -> str:
+    """What some metrics mean, in a line each: by the words of their report."""
+    known = _names_of(found)
+    lines = [(known[name], found[name].detail) for name in names if name in found and found[name].detail]
+    inner = "".join(f"<div><b>{said(name)}</b>: {said(detail)}</div>" for name, detail in lines)
+    return f'<div class="quiet spaced">{inner}</div>' if inner else ""
+
+
+def _names_of(found: Mapping[str, Metric]) -> dict[str, str]:
+    """Names without their units, which stand with the values; of those that would be the same with what tells apart."""
+    numbers = [name for name, one in found.items() if words.is_number(one.value)]
+    plain = {name: words.heading(name).partition(" (")[0].removesuffix(" tokens per s") for name in found}
+    many = [plain[name] for name in numbers]
+    return {
+        name: words.told_apart(known, found[name].unit) if many.count(known) > 1 else known
+        for name, known in plain.items()
+    }
 
 
 def _measured(name: str, metric: Metric) -> str:
@@ -199,9 +210,9 @@ def scrolled(name: str, inner: str) -> str:
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{said(name)}">{inner}</div>'
 
 
-def track(share: float, colour_: str = "") -> str:
+def track(share: float) -> str:
     """A bar that is `share` (0 to 1) full."""
-    style = f"width:{100 * min(1.0, max(0.0, share)):.1f}%" + (f";background:{colour_}" if colour_ else "")
+    style = f"width:{100 * min(1.0, max(0.0, share)):.1f}%"
     return f'<div class="track" role="img" aria-label="{100 * share:.0f} %"><i style="{style}"></i></div>'
 
 

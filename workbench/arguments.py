@@ -31,11 +31,20 @@ PATHS = frozenset({"CKPT", "CKPT|FACTS", "RUN", "NOTEBOOK", "FILE", "DIR"})  # w
 NOT_IN_FILES = frozenset({"config", "help", "json", "run", "quiet", "ended_run"})
 
 
+class Help(argparse.HelpFormatter):
+    """Help that names an option's default where its text does not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_said = not action.option_strings or isinstance(default, bool | list) or "default" in text
+        return text if is_said or default in (None, argparse.SUPPRESS) else f"{text} (default %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are refusals."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
 
     def error(self, message: str) -> NoReturn:
         raise Refused(

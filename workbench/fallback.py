@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["never", "auto", "always"]
 NAMES: Mapping[Mode, str] = {"never": "", "auto": f"{__name__}:auto", "always": f"{__name__}:always"}
+MOST_CODE_BYTES = 4 << 20  # of a file that is parsed for what it imports
 DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
@@ -213,10 +214,10 @@ def remote_code(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         }
 
 
-def imports_of(path: Path, most_bytes: int = 4 << 20) -> str:
+def imports_of(path: Path) -> str:
     """The top-level packages that a file of Python imports; the file is parsed, never run."""
-    if path.stat().st_size > most_bytes:
-        return f"not read: more than {most_bytes:,} bytes"
+    if path.stat().st_size > MOST_CODE_BYTES:
+        return f"not read: more than {MOST_CODE_BYTES:,} bytes"
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

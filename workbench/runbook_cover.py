@@ -105,9 +105,9 @@ def _limits(last: Mapping[str, Report]) -> str:
     for verb, report in last.items():
         found = [(nearness, check) for check in report.checks if (nearness := _nearness(check)) is not None]
         for _, check in sorted(found, key=lambda item: (item[1].status != "failed", -item[0]))[:NEAREST]:
-            is_bytes = words.is_bytes(check.unit)
-            unit = "" if is_bytes else check.unit
-            value, limit = (words.quantity(one, check.unit if is_bytes else "") for one in (check.value, check.limit))
+            is_scaled = words.is_scaled(check.unit)
+            unit = "" if is_scaled else check.unit
+            value, limit = (words.quantity(one, check.unit if is_scaled else "") for one in (check.value, check.limit))
             rows.append(
                 f'<tr><td class="t">{_said(verb)}</td><td>{_said(check.name)}</td><td class="n">{_said(value)}</td>'
                 f'<td class="n">{_said(limit)}</td><td>{_said(unit)}</td></tr>'

@@ -352,7 +352,7 @@ def _figures(draft: Draft, stayed: Sequence[Outcome], wall_s: float, fullest: En
     generated = sum(len(answer.tokens) for answer in answers)
     first = sorted(outcome.first_token_s for outcome in stayed if outcome.first_token_s is not None)
     whole = sorted(outcome.total_s for outcome in stayed if outcome.answer is not None)
-    draft.metric("requests", len(stayed), "requests", f"{concurrency} at a time, and those whose client leaves")
+    draft.metric("requests", len(stayed), "requests", f"whose client stayed, {concurrency} at a time")
     draft.metric("tokens_per_s", generated / wall_s, "tokens/s", "of requests that were answered whole")
     draft.metric("running_most", fullest.running, "requests", "in the batch at once, as seen 20 times a second")
     draft.metric("waiting_then", fullest.waiting, "requests", "in the queue at that moment")

@@ -60,7 +60,8 @@ class Communication:
             self._top,
             html.page(
                 html.card(
-                    f"Where a {phase} step goes", html.stacked(bars, show=_ms) if bars else html.nothing("no steps")
+                    f"Where a {phase} step goes",
+                    html.stacked(bars, show=_ms) + _of_which(rows, phase) if bars else html.nothing("no steps"),
                 )
             ),
         )
@@ -77,6 +78,17 @@ class Communication:
                 html.card("The step, call by call", html.table(_calls(rows, phase))) if rows else "",
             ),
         )
+
+
+def _of_which(rows: list[dict[str, Any]], phase: str) -> str:
+    """Of which step the bars and the timeline speak: they are of several, and of one."""
+    ends_ms = [row["start_ms"] + row["duration_ms"] for row in rows if row["phase"] == phase]
+    if not ends_ms:
+        return html.nothing("Medians over the steps that were timed.")
+    return html.nothing(
+        f"Medians over the steps that were timed; the timeline and the tables below are of the last one, which took"
+        f" {_ms(max(ends_ms))}."
+    )
 
 
 def _ms(value: float) -> str:

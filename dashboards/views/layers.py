@@ -9,6 +9,7 @@ from firstlight.dashboards.store import Snapshot
 from firstlight.dashboards.views.view import Chart, Page, column, not_yet, pane, put
 from firstlight.workbench.report import Report
 
+EXPLAINED = ("decode_ms", "decode_timed_ms", "decode_limit_ms", "decode_of_limit")  # figures that are easily confused
 PER_BLOCK = "time per block on its slowest rank, collectives within it included"
 
 ROOF = (
@@ -52,7 +53,7 @@ def _bandwidth(profile: Report | None, rows: list[dict[str, Any]]) -> float | No
 
 
 def _summary(profile: Report) -> str:
-    return html.card(profile.title, html.metrics(profile.metrics))
+    return html.card(profile.title, html.metrics(profile.metrics) + html.explained(profile.metrics, EXPLAINED))
 
 
 def _tables(profile: Report | None, rows: list[dict[str, Any]]) -> str:

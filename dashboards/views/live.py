@@ -44,7 +44,9 @@ class Live:
             **FIELD | {"margin": ACROSS},
         )
         self._picture = pn.widgets.FileInput(accept="image/*", width=260, **FIELD)
-        self._tokens = pn.widgets.IntInput(name="Longest answer", value=128, start=1, end=4096, width=110, **FIELD)
+        self._tokens = pn.widgets.IntInput(
+            name="Longest answer (tokens)", value=128, start=1, end=4096, width=170, **FIELD
+        )
         self._temperature = pn.widgets.FloatInput(
             name="Temperature", value=0.0, start=0.0, end=2.0, step=0.1, width=110, **FIELD
         )

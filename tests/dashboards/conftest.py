@@ -1,5 +1,6 @@
 """A live run and a dashboard over it in a process of its own, which end with their file; what a page complains of."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,18 +44,21 @@ def address(runs: Path, live: Bringup) -> Iterator[str]:
 
 
 def serve(*arguments: str) -> Iterator[str]:
-    """A dashboard as its own process, for the time of the iteration; the address it prints."""
-    command = [sys.executable, "-m", "firstlight.workbench", "dashboard", *arguments]
+    """A dashboard as its own process, for the time of the iteration; the address in its report.
+
+    Nothing but the report is on its standard output, and it ends when told to even where nobody reads that any more.
+    """
+    command = [sys.executable, "-m", "firstlight.workbench", "dashboard", *arguments, "--json", "-"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith("http"))
-        yield line.split()[0]
+        report = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+        yield report["metrics"]["url"]["value"]
     finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
         assert process.stdout is not None
         process.stdout.close()
+        process.terminate()
+        process.wait(PATIENCE_S)
 
 
 class Errors(list[str]):

@@ -165,11 +165,12 @@ def test_limits_go_below_where_there_is_no_room_beside_the_values() -> None:
     draft = Draft("verify", "m")
     draft.check("answers are neither empty, loops nor gibberish", True, value=0, limit=0, unit="problems")
     draft.check("hidden.1", True, value=5.816e-07, limit=1e-4, unit="of scale", detail="max-abs 4.77e-07")
+    draft.check("drawn", True, value=0.0, limit=0.6, unit="share")
     first = "passed answers are neither empty, loops nor gibberish 0 problems"
     second, third = "passed hidden.1 5.816e-07 of scale", "max-abs 4.77e-07"
     for width, shown in (
-        (120, [f"{first} limit 0", f"{second} limit 0.0001 {third}"]),
-        (80, [first, "limit 0", second, f"limit 0.0001; {third}"]),
+        (120, [f"{first} limit 0", f"{second} limit 0.0001 {third}", "passed drawn 0 % limit 60 %"]),
+        (80, [first, "limit 0", second, f"limit 0.0001; {third}", "passed drawn 0 %", "limit 60 %"]),
     ):
         lines = report_text(draft.close(), width).splitlines()
         assert [" ".join(line.split()) for line in lines[lines.index("checks") + 1 : -2]] == shown
@@ -192,6 +193,12 @@ def test_wide_tables_go_on_below_with_their_first_column() -> None:
     shown = [word for head in heads for word in head if word.startswith("role")]
     assert shown == [f"role{j}" for j in range(14)]
     assert len(heads) > 2
+    draft = Draft("profile", "m")
+    blocks = [{"rank": rank, "block": f"layers.{i}"} for rank in range(2) for i in range(10)]
+    draft.table("layers", [row | {f"time{j}_ms": 1.5 * j for j in range(9)} for row in blocks])
+    heads = [line.split()[:2] for line in report_text(draft.close(), 80).splitlines() if "(ms)" in line]
+    assert heads == [["rank", "block"]] * len(heads), "as many columns are repeated as tell the rows apart"
+    assert len(heads) > 1
 
 
 def test_ranks_that_say_the_same_stand_together_and_a_few_wide_rows_are_turned() -> None:

@@ -20,10 +20,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         nargs="?",
         default="runs",
-        help="a run directory, or a folder of them (default: runs)",
+        help="a run directory, or a folder of them (default runs)",
     )
-    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", metavar="P", type=options.port, default=5006, help="port to listen on (default 5006)")
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", metavar="P", type=options.port, default=5006, help="port to listen on")
     parser.add_argument("--token", metavar="T", help="token that a browser must bring; needed beyond loopback")
 
 
@@ -60,5 +60,9 @@ def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
     draft = Draft("dashboard", str(folder))
     draft.metric("url", address, "")
     session.outlet.write(draft.close())
-    server.run_until_shutdown()
-    raise KeyboardInterrupt  # a signal, of which the server has taken note, is the only end
+    try:
+        server.start()
+        server.io_loop.start()  # the server's own way would print what a signal was, and fail at it where nobody reads
+    finally:
+        server.stop()
+    raise KeyboardInterrupt  # as a signal does, which is the only end

@@ -59,6 +59,6 @@ def _summary(report: Report) -> str:
         f"{quantity(values['completion_tokens'].value, 'tokens')} out",
         f"first after {quantity(values['first_token_s'].value, 's')}",
         *([f"then {quantity(rate, 'tokens/s')}"] if rate is not None else []),
-        f"{report.tables['answer'][0]['finish']}",
+        f"ended by {report.tables['answer'][0]['finish']}",
     ]
     return ", ".join(parts)

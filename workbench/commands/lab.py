@@ -17,7 +17,9 @@ from firstlight.workbench.session import Session
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=options.port, metavar="P", help="port of the notebook server")
+    parser.add_argument(
+        "--port", type=options.port, metavar="P", help="port of the notebook server (default: its own choice)"
+    )
     parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal, what_is
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from firstlight.engine.serving.request import SamplingParams
     from firstlight.workbench.session import Session
 
+Number = TypeVar("Number", int, float)
 AXES = {
     "tp": "tensor parallel: heads, feed-forward width and vocabulary divided over N ranks",
     "pp": "pipeline parallel: layers divided over N stages",
@@ -53,7 +55,7 @@ def checkpoint(parser: argparse.ArgumentParser, may_lack: bool = False) -> None:
         "--patience",
         type=seconds,
         metavar="SECONDS",
-        help="of a URL: how long its server is asked again while no byte comes (default: 8)",
+        help="of a URL: how long its server is asked again while no byte comes (default 8)",
     )
 
     fallback(parser)
@@ -110,9 +112,16 @@ def engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
     group.add_argument("--backend", choices=tuple(BACKEND_DEVICES), default="auto", help="gloo for CPUs, nccl for GPUs")
     group.add_argument("--device-ids", metavar="I,J", type=device_ids, help="the GPUs to use, by number")
-    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of prompt and answer of one sequence")
+    group.add_argument(
+        "--max-context",
+        type=positive,
+        metavar="N",
+        help="tokens of prompt and answer of one sequence (default: the model's, at most 2048 on CPUs, 32768 on GPUs)",
+    )
     group.add_argument("--max-batch", type=positive, metavar="N", default=8, help="sequences at once per replica")
-    group.add_argument("--token-budget", type=positive, metavar="N", help="most tokens of one step")
+    group.add_argument(
+        "--token-budget", type=positive, metavar="N", help="most tokens of one step, prompts and answers together"
+    )
     group.add_argument("--page-size", type=positive, metavar="N", help="tokens of a page of the cache")
     group.add_argument("--num-pages", type=positive, metavar="N", help="pages of the cache per replica")
     group.add_argument(
@@ -137,7 +146,9 @@ def engine(parser: argparse.ArgumentParser) -> None:
         type=hosts,
         help="nodes of a Ray cluster for the ranks, a cluster file that names them, or auto (default: this machine)",
     )
-    group.add_argument("--threads", type=positive, metavar="N", help="CPU threads of all ranks together")
+    group.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads of all ranks together (default: one a core)"
+    )
     group.add_argument(
         "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
     )
@@ -152,14 +163,16 @@ def prompt(parser: argparse.ArgumentParser) -> None:
 
 def sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answer")
-    group.add_argument("--max-new-tokens", type=positive, metavar="N", default=128, help="longest answer (default 128)")
+    group.add_argument("--max-new-tokens", type=positive, metavar="N", default=128, help="longest answer")
     group.add_argument(
         "--temperature", type=float, metavar="T", default=0.0, help="0 takes the likeliest token (default)"
     )
     group.add_argument(
         "--top-p", type=float, metavar="P", default=1.0, help="sample from the likeliest P of probability"
     )
-    group.add_argument("--top-k", type=int, metavar="K", default=0, help="sample from the K likeliest tokens")
+    group.add_argument(
+        "--top-k", type=int, metavar="K", default=0, help="sample from the K likeliest tokens; 0: from all"
+    )
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
@@ -286,15 +299,20 @@ def devices_of(arguments: argparse.Namespace) -> str:
     return "cuda"
 
 
+def _number(convert: Callable[[str], Number], text: str, is_right: Callable[[Number], bool], what: str) -> Number:
+    """The number that a text is, if it is the right one; NaN never is."""
+    try:
+        value = convert(text)
+    except ValueError:
+        value = None
+    if value is None or not is_right(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+    return _number(int, text, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def port(text: str) -> int:
@@ -318,13 +336,7 @@ def hosts(text: str) -> tuple[str, ...]:
 
 def deadline(text: str) -> float:
     """A time of at least a second, which is twice the period in which ranks show that they live."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 1")
-    return value
+    return _number(float, text, lambda value: 1 <= value < float("inf"), "a number of seconds of at least 1")
 
 
 def nbytes(text: str) -> int:
@@ -338,35 +350,17 @@ def nbytes(text: str) -> int:
 
 def tolerance(text: str) -> float:
     """A limit on an error: more than 0, less than 1; anything passes, or nothing, under another."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
-    return value
+    return _number(float, text, lambda value: 0 < value < 1, "a number between 0 and 1")
 
 
 def seconds(text: str) -> float:
     """A time of at most a day."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
-    return value
+    return _number(float, text, lambda value: 0 <= value <= 86400, "a number of seconds from 0 to 86400")
 
 
 def share(text: str) -> float:
     """A part of a whole: 0 or more, less than 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to less than 1")
-    return value
+    return _number(float, text, lambda value: 0 <= value < 1, "a number from 0 to less than 1")
 
 
 def dtype(text: str) -> str:

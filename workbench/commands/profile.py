@@ -12,7 +12,7 @@ from firstlight.workbench.session import Session
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
     parser.add_argument(
-        "--prompt-tokens", type=options.positive, metavar="N", help="of the prefill (default 128, or what fits)"
+        "--prompt-tokens", type=options.positive, metavar="N", help="tokens of the prefill (default 128, or what fits)"
     )
     parser.add_argument("--decode-steps", type=options.positive, metavar="N", default=16, help="steps that are timed")
     parser.add_argument("--batch", type=options.positive, metavar="N", default=1, help="sequences at once")

@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=setting,
-        help="a parameter of the notebook; repeatable",
+        help="a parameter of the notebook, such as tp=2; repeatable",
     )
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first failed check")
 

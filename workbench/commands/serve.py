@@ -30,14 +30,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="start nothing; end the engine of this run directory, which `up --detached` left running, say",
     )
     group = parser.add_argument_group("http")
-    group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    group.add_argument(
-        "--port", metavar="P", type=options.port, default=8000, help="0 takes any free one (default 8000)"
-    )
+    group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", metavar="P", type=options.port, default=8000, help="0 takes any free one")
     group.add_argument("--token", metavar="T", help="bearer token that clients must send; needed beyond loopback")
     group.add_argument("--model-name", metavar="NAME", help="what /v1/models calls the model")
     group.add_argument(
-        "--deadline", metavar="S", type=options.deadline, default=DEADLINE_S, help="silence after which a rank is lost"
+        "--deadline",
+        metavar="S",
+        type=options.deadline,
+        default=DEADLINE_S,
+        help="seconds of silence after which a rank is lost",
     )
     options.engine(parser)
 

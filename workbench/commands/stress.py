@@ -11,10 +11,10 @@ from firstlight.workbench.session import Session
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     options.checkpoint(parser)
-    parser.add_argument("--requests", type=options.positive, metavar="N", default=64, help="in all (default 64)")
-    parser.add_argument("--concurrency", type=options.positive, metavar="N", default=16, help="at a time (default 16)")
-    parser.add_argument("--tokens", type=options.positive, metavar="N", default=24, help="of each answer (default 24)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the requests themselves")
+    parser.add_argument("--requests", type=options.positive, metavar="N", default=64, help="requests in all")
+    parser.add_argument("--concurrency", type=options.positive, metavar="N", default=16, help="requests at a time")
+    parser.add_argument("--tokens", type=options.positive, metavar="N", default=24, help="tokens of each answer")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="another one makes other requests")
     options.engine(parser)
 
 

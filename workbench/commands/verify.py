@@ -16,7 +16,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     against.add_argument("--reference", metavar="NAME", help="transformers (the default without --golden)")
     parser.add_argument("--layers", metavar="A:B", type=layers, help="compare layers A up to, not including, B")
     parser.add_argument(
-        "--limit", metavar="X", type=options.tolerance, help="relative max-abs that passes, instead of the default"
+        "--limit",
+        metavar="X",
+        type=options.tolerance,
+        help="relative max-abs that passes (default: 0.001 in float32, sixteen roundings in a narrower dtype)",
     )
     parser.add_argument(
         "--streamed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from firstlight.engine.findings import Finding, printable
@@ -30,7 +30,7 @@ LONG_VALUE = 24
 STATUS_WIDTH = 9
 GAP = 2
 PLACES = ("rank", *AXES)  # columns that say where a rank is
-LEFT_TO_THE_FILE = ("hashes",)  # tables that nobody reads in a terminal
+LEFT_TO_THE_FILE = ("hashes", "timeline")  # tables that nobody reads in a terminal
 INDENT = (0, 0, 0, 2)
 
 
@@ -58,7 +58,7 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     yield Rule(Text.assemble((report.verb, "bold"), "  ", printable(report.title)), align="left", style="dim")
     for name, rows in report.tables.items():
         if rows and name not in LEFT_TO_THE_FILE:
-            yield _block(printable(name.replace("_", " ")), _table(rows, width))
+            yield _block(words.heading(name), _table(rows, width))
     if report.metrics:
         yield _block("figures", _metrics(report.metrics, width))
     if report.findings:
@@ -135,7 +135,7 @@ def _check_words(check: Check) -> tuple[str, str, str, str]:
     value = words.quantity(check.value, check.unit) if check.value is not None else ""
     limit = ""
     if check.limit is not None:
-        unit = check.unit if check.value is None or words.is_bytes(check.unit) else ""
+        unit = check.unit if check.value is None or words.is_scaled(check.unit) else ""
         limit = f"limit {words.quantity(check.limit, unit)}"
     if len(value) > LONG_VALUE:
         return printable(check.name), "", limit, printable("; ".join(filter(None, (value, check.detail))))
@@ -189,7 +189,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     """Rows by column, ranks that say the same in one row.
 
     A table too wide for the terminal is turned, its columns one below the other; where that is too wide as well it goes
-    on below, its first column repeated.
+    on below, the columns repeated that tell its rows apart.
     """
     from rich.console import Group
     from rich.text import Text
@@ -262,15 +262,26 @@ def _column_groups(columns: list[str], rows: list[dict[str, Any]], width: int) -
         natural = max(map(len, cells))
         is_text = not any(words.is_number(row.get(column)) for row in rows)
         widths[column] = (min(natural, NARROW_TEXT) if is_text else natural) + GAP
-    first, *rest = columns
-    groups, used = [[first]], widths[first]
-    for column in rest:
-        if used + widths[column] > width and len(groups[-1]) > 1:
-            groups.append([first])
-            used = widths[first]
+    repeated = _telling(columns, rows, widths, width)
+    groups, used = [[*repeated]], sum(widths[column] for column in repeated)
+    for column in columns[len(repeated) :]:
+        if used + widths[column] > width and len(groups[-1]) > len(repeated):
+            groups.append([*repeated])
+            used = sum(widths[column] for column in repeated)
         groups[-1].append(column)
         used += widths[column]
     return groups
+
+
+def _telling(columns: list[str], rows: list[dict[str, Any]], widths: Mapping[str, int], width: int) -> list[str]:
+    """The first columns, as many as tell every row from the others; one where they take more than half of the width."""
+    for count in range(1, len(columns)):
+        first = columns[:count]
+        if sum(widths[column] for column in first) > width // 2:
+            break
+        if len({tuple(str(row.get(column)) for column in first) for row in rows}) == len(rows):
+            return first
+    return columns[:1]
 
 
 def _part_of_table(columns: list[str], rows: list[dict[str, Any]]) -> RenderableType:

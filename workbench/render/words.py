@@ -124,9 +124,9 @@ def _parted(column: str) -> tuple[str, str]:
     return printable(name.replace("_", " ")), ""
 
 
-def is_bytes(unit: str) -> bool:
-    """Whether a unit is shown with binary prefixes, so that a number alone would not tell."""
-    return unit in _SHOWN
+def is_scaled(unit: str) -> bool:
+    """Whether a value is shown in another unit, bytes with prefixes, say: a number alone would not tell."""
+    return unit in _SHOWN or unit == "share"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
