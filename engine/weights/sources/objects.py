@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from firstlight.engine.weights.sources.base import (
     ended_early,
     read_rows_at_once,
 )
-from firstlight.engine.weights.sources.retry import Interrupted, Retry, Target, fill
+from firstlight.engine.weights.sources.retry import Interrupted, Patience, Retry, Target, fill
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 OBJECT_SHAPE = ReadShape(chunk_bytes=16 << 20, smallest_bytes=8 << 20, gap_bytes=256 << 10, in_flight=16)
@@ -29,6 +30,20 @@ CREDENTIALS = (
     (("gs",), "GOOGLE_APPLICATION_CREDENTIALS or the machine's account; GOOGLE_SKIP_SIGNATURE=true: none"),
     (SCHEMES, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or _TOKEN; AZURE_SKIP_SIGNATURE=true: none"),
 )  # by scheme, where the library looks for them
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+WAYS = (
+    (("builder error", "URL scheme is not allowed"), "if plain HTTP is meant, set AWS_ALLOW_HTTP=true"),
+    (NO_BUCKET, "correct the bucket's name; where it is at another provider, set AWS_ENDPOINT_URL"),
+    (("ExpiredToken", "TokenRefreshRequired", "RequestExpired"), "the credentials have expired: renew them"),
+    (("TimeTooSkewed",), "set this machine's clock right: requests are signed with its time"),
+    (
+        ("redirect without LOCATION", "PermanentRedirect", "HeaderMalformed", "IllegalLocation"),
+        "the bucket is in another region: set AWS_REGION to its own",
+    ),
+)  # by what the library or the store says, what helps
+FINAL = ("builder error", "URL scheme is not allowed", "redirect without LOCATION", "169.254.169.254", "privileges")
+TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+MOST_WORDS = 300
 PART_BYTES = 1 << 20  # what is taken from an answer at a time
 
 
@@ -65,21 +80,13 @@ class ObjectStore:
     def names(self) -> tuple[str, ...]:
         """Objects directly below the prefix; sizes and versions are known from then on."""
         if not self._pinned:
-            try:
-                found = self._library.list_with_delimiter(self.store)["objects"]
-            except (self._library.exceptions.BaseError, ValueError, OSError) as error:
-                raise self._refused(self.url, error) from error
+            found = self._asked(self.url, lambda: self._library.list_with_delimiter(self.store)["objects"])
             self._pinned = {meta["path"].rpartition("/")[2]: _stat(meta) for meta in found}
         return tuple(sorted(self._pinned))
 
     def stat(self, name: str) -> FileStat:
         if name not in self._pinned:
-            try:
-                self._pinned[name] = _stat(self._library.head(self.store, name))
-            except FileNotFoundError as error:
-                raise absent(self.address(name)) from error
-            except (self._library.exceptions.BaseError, ValueError, OSError) as error:
-                raise self._refused(self.address(name), error) from error
+            self._pinned[name] = _stat(self._asked(self.address(name), lambda: self._library.head(self.store, name)))
         return self._pinned[name]
 
     def open(self, name: str) -> ObjectFile:
@@ -111,10 +118,24 @@ class ObjectStore:
             raise changed(file, _words(expected), "another version") from error
         except FileNotFoundError as error:
             raise absent(file) from error
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise self._refused(file, error) from error
         except (errors.BaseError, OSError) as error:
-            raise Interrupted(_first_line(error)) from error
+            if not may_pass(str(error)):
+                raise self._refused(file, error) from error
+            raise Interrupted(words_of(error)) from error
+
+    def _asked(self, file: str, ask: Callable[[], Any]) -> Any:
+        """What the store says of a file or of all of them; asked again, with patience, where it may say more later."""
+        patience = Patience(self.retry)
+        while True:
+            try:
+                return ask()
+            except FileNotFoundError as error:
+                raise absent(file) from error
+            except (self._library.exceptions.BaseError, ValueError, OSError) as error:
+                if patience.ends() or not may_pass(str(error)):
+                    raise self._refused(file, error) from error
+            self.usage.add("retries")
+            patience.pause(None)
 
     def _where(self) -> str:
         """Where the library looks for credentials of this provider, and how it is told that none are needed."""
@@ -123,18 +144,17 @@ class ObjectStore:
         return found or "the environment, as the provider's tools say"
 
     def _refused(self, file: str, error: Exception) -> Refused:
-        text = _first_line(error)
+        text = words_of(error)
+        ways = (way for words, way in WAYS if any(word in text for word in words))
         way = f"check address, credentials and network; credentials come from {self._where()}"
-        if "builder error" in text or "URL scheme is not allowed" in text:
-            way = "the endpoint speaks plain HTTP: set AWS_ALLOW_HTTP=true if that is meant"
         return Refused(
             fatal(
-                "read-failed",
+                "not-found" if any(word in text for word in NO_BUCKET) else "read-failed",
                 f"{file} cannot be read: {text}",
                 file=file,
                 expected="an object store that answers",
                 found=type(error).__name__,
-                next=way,
+                next=next(ways, way),
             )
         )
 
@@ -210,5 +230,22 @@ def _words(stat: FileStat) -> str:
     return f"{stat.nbytes} bytes, version {stat.version}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def may_pass(text: str) -> bool:
+    """Whether what the library tells of a request may be otherwise later: no answer, or one of a store that is busy."""
+    if any(word in text for word in FINAL):
+        return False
+    status = re.search(r"status code: (\d{3})", text)
+    return status is None or int(status[1]) in TRY_AGAIN
+
+
+def words_of(error: Exception) -> str:
+    """The library's first line; of an answer in XML (S3, Azure) its code and message instead of what else is in it.
+
+    Addresses are told without what stands behind a question mark.
+    """
+    said = str(error).partition("Debug source:")[0].strip()
+    line = (said.splitlines() or [type(error).__name__])[0].partition("<?xml")[0].rstrip(": ")
+    line = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", line)[:MOST_WORDS]  # a query may hold a signature
+    code = re.search(r"<Code>\s*([^<]+?)\s*</Code>", said)
+    message = re.search(r"<Message>\s*([^<]+?)\s*</Message>", said)
+    return ": ".join((line, *(found[1][:MOST_WORDS] for found in (code, message) if found is not None)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +88,56 @@ def test_what_is_not_there_is_named(prefix: str, name: str, offset: int, code: s
 def test_no_bucket_and_no_server_are_refused_in_bounded_time(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused) as caught:
         ObjectStore("s3://no-such-bucket/x", retry=QUICK).names()
-    assert caught.value.findings[0].code == "read-failed"
+    assert caught.value.findings[0].code == "not-found"
+    assert "NoSuchBucket: The specified bucket does not exist" in caught.value.findings[0].message
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(Refused) as caught:
         ObjectStore("s3://models/x", retry=QUICK).names()
     assert caught.value.findings[0].code == "read-failed"
+
+
+ANSWERS = (
+    (503, "SlowDown", "Please reduce your request rate.", "check address", True),
+    (400, "ExpiredToken", "The provided token has expired.", "renew them", False),
+    (400, "AuthorizationHeaderMalformed", "expecting 'eu-west-3'", "set AWS_REGION", False),
+    (301, "PermanentRedirect", "", "set AWS_REGION", False),
+    (403, "RequestTimeTooSkewed", "too large", "clock", False),
+    (403, "AccessDenied", "Access Denied", "AWS_SECRET_ACCESS_KEY", False),
+)
+
+
+@pytest.mark.parametrize(("status", "code", "message", "way", "may_pass"), ANSWERS)
+def test_what_a_store_says_is_told_and_asked_again_only_where_it_may_pass(
+    status: int, code: str, message: str, way: str, may_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is printed."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with pytest.raises(Refused) as caught:
+            ObjectStore("s3://models/x", retry=QUICK).names()
+        server.shutdown()
+    (finding,) = caught.value.findings
+    assert status == 301 or f"{code}: {message}" in finding.message
+    assert "prefix=" not in finding.message, "what stands behind a question mark may be a signature"
+    assert way in str(finding.next)
+    assert len(asked) > 3 if may_pass else len(asked) == 1, "the library asks three times itself"
 
 
 def test_a_prefix_without_a_checkpoint_is_refused(prefix: str, tmp_path: Path) -> None:
