@@ -188,7 +188,8 @@ def _generated(draft: Draft, case: Case, engine: EngineLike, ours: NDArray[Any])
             continue
         same = False
         first = first or f"row {batch}, step {step}: {int(row[step])} instead of {int(expected[step])}"
-    words = first or f"{theirs.shape[0]} rows of {theirs.shape[1]} steps"
+    count, steps = theirs.shape
+    words = first or f"{count} {'row' if count == 1 else 'rows'} of {steps} steps"
     if forgiven:
         words += f", {forgiven} part at a near-tie"
     if forced:
