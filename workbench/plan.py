@@ -23,6 +23,7 @@ from firstlight.engine.parallel.ranking import reason, shown
 from firstlight.engine.weights.checkpoint import config_twice
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
+from firstlight.engine.weights.formats.telltale import by_files
 from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench import fallback_rungs
@@ -68,6 +69,8 @@ def plan(
         return fallback_rungs.planned(draft, str(source), spec, cluster, mesh, headroom)
     if (home := Path(source).expanduser()).is_dir():
         draft.find(absent_side_files(home, spec.vision is not None))
+        if (tool := by_files({path.name for path in home.iterdir()})) is not None:
+            raise Refused(tool)
     stored = stored_format(config, spec.dtype, matcher.rules)
     found = make_plan(
         spec,
@@ -198,8 +201,8 @@ def _layout_rows(found: Plan) -> Iterator[dict[str, Any]]:
     """The layouts that were weighed against each other, the chosen one first."""
     for place, one in enumerate(shown(found.ranking), start=1):
         yield {
-            "place": place,
             "mesh": one.mesh.describe(),
+            "place": place,
             "devices": one.devices,
             "concurrency": one.concurrency,
             "ms_per_token": one.ms_per_token,

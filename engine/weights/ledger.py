@@ -20,6 +20,7 @@ from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.grid import Packed
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
+from firstlight.engine.weights.formats.telltale import by_files, by_names
 from firstlight.engine.weights.gaps import (
     MOST_NAMED,
     Problem,
@@ -138,7 +139,10 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     book.leave_out(grouped.companions | book.beside)
     book.settle_head(spec)
     ledger = book.close(spec, lost(checkpoint, matcher, params))
-    return msgspec.structs.replace(ledger, findings=tuple(without_consequences(ledger.findings, findings)))
+    said = ledger.findings
+    if not scheme.groups and not findings and (tool := by_names(ledger.unconsumed)) is not None:
+        findings, said = (tool,), (tool, *said)
+    return msgspec.structs.replace(ledger, findings=tuple(without_consequences(said, findings)))
 
 
 def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
@@ -148,6 +152,9 @@ def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
         if MODELOPT in checkpoint.side_files:
             beside, _ = read_object(Path(checkpoint.directory), MODELOPT, CONFIG_LIMIT_BYTES)
         scheme = announced(checkpoint.config, beside)
+        tool = by_files(checkpoint.side_files) if not scheme.groups else None
+        if tool is not None:
+            return Scheme(), (tool,)
         said = (*two_algorithms(checkpoint.config, beside), *two_levels(checkpoint.config), *unread(scheme))
         return scheme, said
     except Refused as refused:

@@ -48,14 +48,32 @@ def two_levels(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def without_consequences(findings: Iterable[Finding], refusals: Collection[Finding]) -> Iterator[Finding]:
-    """What an account finds where the way weights are stored is not read: no way out but that of the refusal."""
+    """What an account finds where the way weights are stored is not read: the refusal, and notes of what follows.
+
+    One note a code; nobody is sent for a shard, or for another name, that is not at fault. Norms are stored plain by
+    every tool, so what is said of them stands.
+    """
     causes = [finding.message for finding in refusals if finding.severity == "fatal"]
+    follows: dict[str, list[Finding]] = {}
     for finding in findings:
-        if finding in refusals or not causes or finding.severity != "fatal":
+        if (
+            finding in refusals
+            or not causes
+            or finding.severity != "fatal"
+            or all("norm" in n for n in finding.tensors)
+        ):
             yield finding
         elif finding.code != "unsupported-format":  # codes that nothing announces: something did
-            way = f"nothing here: it may follow from how weights are stored, which is not read ({causes[0]})"
-            yield msgspec.structs.replace(finding, next=way)
+            follows.setdefault(finding.code, []).append(finding)
+    for first, *others in follows.values():
+        more = f", and {len(others):,} findings alike" if others else ""
+        yield msgspec.structs.replace(
+            first,
+            severity="note",
+            message=f"{first.message}{more}: it follows from how weights are stored, which is not read",
+            tensors=tuple(dict.fromkeys(name for finding in (first, *others) for name in finding.tensors)),
+            next=f"nothing here: {causes[0]}",
+        )
 
 
 def unread(scheme: Scheme) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from firstlight.engine.weights.formats.unread import HARMLESS, unread
 
 LEVELS = ("text_config", "language_config", "llm_config", "thinker_config")
 KEYS = ("quantization_config", "compression_config")
+MLX = "quantization"  # where MLX says it as well, or alone
 SETTINGS = ("bits", "group_size", "desc_act", "sym")  # of all modules or, by GPTQModel's `dynamic`, of some
 KNOWN = {  # tools that are not read here -> what they do
     "bitsandbytes": "NF4, FP4 or INT8 codes with nested scales, in a layout of its own that only its kernels read",
@@ -45,7 +46,7 @@ KNOWN = {  # tools that are not read here -> what they do
     "nvfp4": "weights quantized when they are loaded",
     "paroquant": "INT4 of rotated weights: the rotation must be undone",
     "qqq": "INT4 words for its own kernels, whose inputs are INT8",
-    "hqq": "half-quadratic codes with zero points in floats, pickled",
+    "hqq": "half-quadratic codes with zero points in floats",
     "marlin": "INT4 words in the order that the Marlin kernels want",
     "quanto": "weights quantized when they are loaded",
     "quark": "AMD's exporter: FP8, MXFP4 or INT4, by its own layer_quant_config",
@@ -69,6 +70,8 @@ def announced(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
     if not isinstance(found, Mapping):
         refuse("quantization_config", found, "an object, or nothing")
     method = found.get("quant_method") or _implied(found)
+    if method is not None and not isinstance(method, str):
+        refuse("quant_method", method, "a name")
     reader = READERS.get(str(method).lower())
     if reader is None:
         _unknown(method, found)
@@ -83,7 +86,9 @@ def _announcement(config: Mapping[str, Any]) -> Any:
 def announcements(config: Mapping[str, Any]) -> dict[str, Any]:
     """What is said about quantization, by where it stands, the outermost first: it is followed."""
     levels = {"": config, **{f"{key}.": mapping(config.get(key)) for key in LEVELS}}
-    return {f"{level}{key}": raw[key] for level, raw in levels.items() for key in KEYS if raw.get(key)}
+    found = {f"{level}{key}": raw[key] for level, raw in levels.items() for key in KEYS if raw.get(key)}
+    alone = mapping(config.get(MLX))
+    return found or ({MLX: alone} if alone else {})
 
 
 def _implied(found: Mapping[str, Any]) -> str | None:
@@ -98,7 +103,7 @@ def _implied(found: Mapping[str, Any]) -> str | None:
 
 
 def _unknown(method: object, found: Mapping[str, Any]) -> NoReturn:
-    what = ", ".join(f"{key} = {value}" for key, value in found.items() if isinstance(value, str | int | float))
+    what = ", ".join(f"{key} = {value}" for key, value in found.items() if isinstance(value, str | int | float))[:200]
     about = KNOWN.get(str(method).lower(), "nothing is known about it here")
     raise Refused(
         fatal(

@@ -270,20 +270,25 @@ def test_an_unknown_format_is_refused_by_name_and_the_account_goes_on(tmp_path: 
 
 
 @pytest.mark.parametrize(("name", "renamed"), [("gptq", ""), ("int8", "weight_qdata")])
-def test_what_follows_from_a_format_that_is_not_read_has_no_other_way_out(
+def test_a_format_that_is_not_read_is_one_refusal_and_what_follows_are_notes(
     name: str, renamed: str, tmp_path: Path
 ) -> None:
-    """Nobody is sent for a shard, or for another configuration, that is not at fault."""
+    """Nobody is sent for a shard, or for another configuration, that is not at fault; what norms lack is no note."""
     written("llama", CONFIGS[name], tmp_path)
     edit_config(tmp_path, quantization_config={"quant_method": "torchao"})
     up = "model.layers.0.mlp.up_proj."
     if renamed:
         change(tmp_path, lambda held: held.update({up + renamed: held.pop(up + "weight")}))
-    cause, *rest = (finding for finding in settle(tmp_path).findings if finding.severity == "fatal")
+    cause, *rest = settle(tmp_path).findings
+    assert cause.severity == "fatal"
     assert "'torchao' is not read here" in cause.message
-    assert [finding for finding in rest if finding.code == "unsupported-format"] == []
+    assert [finding.code for finding in rest if finding.severity != "note"] == []
     assert all("'torchao' is not read here" in str(finding.next) for finding in rest)
+    assert len(rest) == len({finding.code for finding in rest})
     assert bool(rest) == bool(renamed)
+    change(tmp_path, lambda held: held.pop("model.norm.weight"))
+    broken = [finding.code for finding in settle(tmp_path).findings if finding.severity == "fatal"]
+    assert broken == ["unsupported-format", "missing-tensor"]
 
 
 @pytest.mark.parametrize("method", [*KNOWN, "frobnicate", None])

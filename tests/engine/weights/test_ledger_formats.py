@@ -10,6 +10,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.parallel.hardware import parse_cluster
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.gaps import MOST_NAMED
@@ -18,6 +19,7 @@ from firstlight.engine.weights.packed import part_names
 from firstlight.engine.weights.packing import pack
 from firstlight.engine.weights.safetensors_file import Tensor, read
 from firstlight.engine.weights.synthesize import synthesize
+from firstlight.workbench.plan import plan
 from tests.engine.weights.accounts import fatal, one, quantize, settle
 from tests.engine.weights.files import LLAMA
 from tests.engine.weights.quantized import CONFIGS
@@ -153,3 +155,46 @@ def test_many_kinds_of_strangers_are_few_findings(tmp_path: Path) -> None:
     assert len(found) == MOST_NAMED + 1
     assert found[-1].message.startswith("50 kinds more")
     assert sorted(name for one in found for name in one.tensors) == sorted(names) == sorted(ledger.unconsumed)
+
+
+PARTS_OF = {  # what only one tool writes in place of a weight -> the tool
+    "weight._data weight._scale input_scale output_scale": "optimum-quanto",
+    "_weight_qdata _weight_scale": "torchao",
+    "weight weight.absmax weight.quant_map weight.quant_state.bitsandbytes__nf4": "bitsandbytes",
+    "weight SCB weight_format": "bitsandbytes",
+    "W_q scale zero": "HQQ or SINQ",
+    "codebooks codes scales": "AQLM",
+    "indices centroids.weight": "VPTQ",
+    "weight tables tables2 scales": "HIGGS",
+    "dense_weights row_offsets col_vals": "SpQR",
+    "weight scales biases": "MLX",
+    "compressed bitmask shape row_offsets": "compressed-tensors",
+}
+
+
+@pytest.mark.parametrize("parts", PARTS_OF)
+def test_a_tool_that_the_configuration_does_not_name_is_told_by_what_it_wrote(parts: str, llama: Path) -> None:
+    up = "model.layers.0.mlp.up_proj."
+    codes = {up + part: np.zeros((4, 4), np.uint8) for part in parts.split()}
+
+    def rewrite(held: dict[str, Tensor]) -> None:
+        del held[up + "weight"]
+        held.update(codes)
+
+    (cause,) = fatal(settle(llama, rewrite))
+    assert cause.code == "unsupported-format"
+    assert f"as {PARTS_OF[parts]} writes them" in cause.message
+    assert "plain copy" in str(cause.next)
+
+
+def test_the_file_that_optimum_quanto_leaves_is_a_refusal_of_scan_and_plan(llama: Path) -> None:
+    (llama / "quanto_qmap.json").write_text("{}")
+    (cause,) = settle(llama).findings
+    assert (cause.severity, cause.code, cause.file) == ("fatal", "unsupported-format", "quanto_qmap.json")
+    with pytest.raises(Refused, match="optimum-quanto"):
+        plan(llama, parse_cluster("1xH200"))
+
+
+def test_mlx_says_it_under_a_key_of_its_own() -> None:
+    with pytest.raises(Refused, match="Apple's MLX"):
+        announced({"quantization": {"group_size": 64, "bits": 4}})
