@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 NARROWEST = 40
+LEAST_FIGURES = 16  # characters of a rung's figures on a line, however narrow the terminal is
 BAR_WIDTH = 16
 MOST_PHASES = 6
 
@@ -77,16 +78,21 @@ class Face:
             print(words.harmless(text), file=sys.stderr)
 
     def verdict(self, status: str, verb: str, checks: str, duration: str, figures: str) -> None:
-        """One rung in one line."""
+        """One rung in one line; figures that are too long for it go on below."""
         self.settle()
         if self.quiet:
             return
         from rich.console import Console
         from rich.text import Text
 
+        console = Console(file=self.out, highlight=False)
         line = Text.assemble((f"{status:<7}", STYLES[status]), "  ", (f"{verb:<7}", "bold"))
-        line.append(f"  {duration:>10}  {checks:>8}  ").append(printable(figures), "dim")
-        Console(file=self.out, highlight=False).print(line, no_wrap=True, overflow="ellipsis")
+        line.append(f"  {duration:>10}  {checks:>8}  ")
+        room = max(LEAST_FIGURES, console.width - line.cell_len)
+        first, *others = textwrap.wrap(printable(figures), room) or [""]
+        console.print(line.append(first, "dim"), no_wrap=True, overflow="ellipsis")
+        for more in others:
+            console.print(Text(" " * (line.cell_len - len(first)) + more, "dim"), no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str = "") -> None:
         self.text(text + "\n")

@@ -67,12 +67,17 @@ def test_a_paragraph_is_broken_between_words(
     assert " ".join(" ".join(lines).split()) == "failed: " + ("Four frogs on a yellow background. " * 4).strip()
 
 
-def test_a_verdict_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verdict_is_one_line_and_what_is_too_long_for_it_goes_on_below(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     Face().verdict("passed", "verify", "30/30", "17.4 s", "a long line of figures " * 5)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert out.startswith("passed   verify       17.4 s     30/30  a long line")
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("passed   verify       17.4 s     30/30  a long line")
+    assert all(len(line) <= 60 and line.startswith(" " * 40) for line in others)
+    assert " ".join([first[40:], *(line.strip() for line in others)]) == ("a long line of figures " * 5).strip()
+    Face().verdict("passed", "plan", "1/1", "0.1 s", "short")
+    assert capsys.readouterr().out.splitlines() == ["passed   plan          0.1 s       1/1  short"]
     Face(quiet=True).verdict("passed", "verify", "", "", "")
     assert capsys.readouterr().out == ""
 
