@@ -71,10 +71,10 @@ def load(
         checkpoint.source.method = reader
     spec, matcher = FAMILIES.describe(checkpoint.config)
     refuse_impossible(spec, mesh)
+    run_dtype = spec.dtype if dtype == "auto" else dtype
     if isinstance(spec, ForeignSpec):
         draft = Draft("load", f"{checkpoint.name}, {spec.family}")
         draft.find((*checkpoint.findings, *spec.findings))
-        run_dtype = spec.dtype if dtype == "auto" else dtype
         return fallback_rungs.loaded(draft, checkpoint, spec, run_dtype, _device(device), progress)
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
@@ -82,40 +82,59 @@ def load(
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     _both_sides(draft, ledger)
-    run_dtype = spec.dtype if dtype == "auto" else dtype
-    rows: list[dict[str, Any]] = []
-    layers: list[dict[str, Any]] = []
-    roles: dict[str, list[int]] = {}
-    hashed: list[dict[str, Any]] = []
     keep, why = kept_roles(packed, "cpu" if _is_cpu(device) else _device(device).type)
-    held: dict[tuple[str, str], list[int]] = {}
-    unpacked: dict[tuple[str, str, str], int] = {}
+    all_ranks = _AllRanks(mesh, hashes)
     for rank in range(mesh.world_size):
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep)
         progress(_phase("reserve memory", rank, mesh.world_size))
-        started_s = time.perf_counter()
         listen = _Listener(progress, rank, mesh.world_size)
+        started_s = time.perf_counter()
         weights = _load_rank(checkpoint, pieces, device, threads, listen, _early(device, pieces))
-        took_s = time.perf_counter() - started_s
-        rows.append({**_rank_row(mesh, pieces, weights), "load_s": took_s, "held_s": listen.held_s})
-        layers += listen.rows
-        _add_roles(roles, pieces, weights)
-        _add_packed(held, pieces)
-        _add_unpacked(unpacked, pieces)
-        if hashes:
-            hashed += hash_rows(pieces, weights)
-        origin = weights.origin
+        all_ranks.add(pieces, weights, listen, time.perf_counter() - started_s)
         del weights
         gc.collect()
-    _ranks(draft, rows, run_dtype)
-    _memory(draft, rows, roles)
-    _packed(draft, ledger, held, why)
-    _unpacked(draft, unpacked)
-    rate = _against_limit(draft, rows, checkpoint, origin, threads or checkpoint.source.shape.in_flight, limit)
-    draft.table("by_layer", (_with_rate(row, rate, _is_held(rows)) for row in layers))
-    if hashes:
-        draft.table("hashes", hashed)
+    all_ranks.tell(draft, ledger, run_dtype, why)
+    all_ranks.tell_rates(draft, checkpoint, threads or checkpoint.source.shape.in_flight, limit)
     return draft.close()
+
+
+class _AllRanks:
+    """What came where on each rank, added up."""
+
+    def __init__(self, mesh: Mesh, hashes: bool) -> None:
+        self._mesh, self._hashes = mesh, hashes
+        self._rows: list[dict[str, Any]] = []
+        self._layers: list[dict[str, Any]] = []
+        self._hashed: list[dict[str, Any]] = []
+        self._roles: dict[str, list[int]] = {}
+        self._held: dict[tuple[str, str], list[int]] = {}
+        self._unpacked: dict[tuple[str, str, str], int] = {}
+        self._origin = ""
+
+    def add(self, pieces: RankPieces, weights: Weights, listen: _Listener, took_s: float) -> None:
+        """A rank's weights, which are not kept."""
+        self._rows.append({**_rank_row(self._mesh, pieces, weights), "load_s": took_s, "held_s": listen.held_s})
+        self._layers += listen.rows
+        self._origin = weights.origin
+        _add_roles(self._roles, pieces, weights)
+        _add_packed(self._held, pieces)
+        _add_unpacked(self._unpacked, pieces)
+        if self._hashes:
+            self._hashed += hash_rows(pieces, weights)
+
+    def tell(self, draft: Draft, ledger: Ledger, dtype: str, why: str) -> None:
+        """Bytes and memory; `why` weights stay packed or do not."""
+        _ranks(draft, self._rows, dtype)
+        _memory(draft, self._rows, self._roles)
+        _packed(draft, ledger, self._held, why)
+        _unpacked(draft, self._unpacked)
+
+    def tell_rates(self, draft: Draft, checkpoint: Checkpoint, threads: int, limit: bool) -> None:
+        """The rate beside that of the source, layer by layer, and the hashes if they were asked for."""
+        rate = _against_limit(draft, self._rows, checkpoint, self._origin, threads, limit)
+        draft.table("by_layer", (_with_rate(row, rate, _is_held(self._rows)) for row in self._layers))
+        if self._hashes:
+            draft.table("hashes", self._hashed)
 
 
 def hash_rows(pieces: RankPieces, weights: Weights) -> Iterator[dict[str, Any]]:
