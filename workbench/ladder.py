@@ -193,7 +193,7 @@ def _end(face: Face, bringup: Bringup, report: Report) -> None:
         face.line(f"the engine goes on at {bringup.host.url}")
         face.line(f"end it:  {_program()} serve --stop {shlex.quote(str(bringup.run.directory))}")
     elif report.passed:
-        face.line(f'ask it:  {_program()} generate {bringup.checkpoint} --prompt "..."')
+        face.line(f'ask it:  {_program()} generate {shlex.quote(str(bringup.checkpoint))} --prompt "..."')
 
 
 def _program() -> str:

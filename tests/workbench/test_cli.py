@@ -116,6 +116,15 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(
     assert "Traceback" not in err
 
 
+def test_nothing_is_made_for_a_checkpoint_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = say(capsys, "up", "mistyped")
+    assert (status, [*tmp_path.iterdir()]) == (2, [])
+    assert "mistyped is not a checkpoint directory" in err
+
+
 def test_a_refusal_is_a_report_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, _ = say(capsys, "scan", str(tmp_path), "--json", str(tmp_path / "r.json"))
     report = Report.read(tmp_path / "r.json")

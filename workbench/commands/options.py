@@ -178,17 +178,20 @@ def sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
 
 
-def refuse_absent_directory(checkpoint: str) -> None:
-    """Says that there is no such directory, where otherwise the first of its files would be said to be missing."""
+def refuse_absent_directory(checkpoint: str, holds: str) -> None:
+    """Says that there is no such directory, before anything is made for it, or one of its files is said to be missing.
+
+    `holds`: a file by which the right one is known.
+    """
     if (what := what_is(Path(checkpoint).expanduser())) != "a directory":
         raise Refused(
             fatal(
                 "not-found",
                 f"{checkpoint} is not a checkpoint directory",
                 file=checkpoint,
-                expected="a directory with the files beside a model's weights",
+                expected=f"a directory with {holds} and what lies beside it",
                 found=what,
-                next="name the directory that holds tokenizer.json",
+                next=f"name the directory that holds {holds}",
             )
         )
 

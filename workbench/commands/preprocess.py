@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
                 fatal("usage", f"--{name} is missing", expected=f"--{name}", found="none", next=f"add --{name}")
             )
     refuse_unwritable(arguments.out, "--out")
-    options.refuse_absent_directory(arguments.checkpoint)
+    options.refuse_absent_directory(arguments.checkpoint, "tokenizer.json")
     options.refuse_absent_pictures(arguments.image)
     prepared = preprocess(
         arguments.checkpoint,

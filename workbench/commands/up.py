@@ -26,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
+    options.refuse_absent_directory(arguments.checkpoint, "config.json")
     engine_options = options.options_of(arguments)
     from firstlight.workbench.bringup import Bringup
     from firstlight.workbench.ladder import climb
