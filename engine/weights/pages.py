@@ -19,6 +19,8 @@ from firstlight.engine.findings import Finding, fatal
 
 ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the widest vector registers
 HUGE_PAGE_BYTES = 2 << 20
+UNIT_BYTES = 256 << 10  # of small pages: who writes to one half of a huge page need not wait for the other half
+UNITS = HUGE_PAGE_BYTES // UNIT_BYTES
 HUGE_FROM_BYTES = 32 << 20  # smaller ranges are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
 LAST_PAGES = 2  # that tell the pace: a slow one takes as long as seven in small pages
@@ -60,8 +62,8 @@ class Pages:
         self._madvise = madvise()
         self._changed = threading.Condition()
         self._workers: list[threading.Thread] = []
-        self._blocks = bytearray(-(-self.length // HUGE_PAGE_BYTES))  # of each: NOT_BEGUN, BEGUN, DONE
-        self._next_block = self._frontier = 0  # in order: the first that may not be begun, the first that is not done
+        self._units = bytearray(-(-self.length // UNIT_BYTES))  # of each: NOT_BEGUN, BEGUN, DONE
+        self._next_unit = self._frontier = 0  # in order: the first that may not be begun, the first that is not done
         self._pace = _Pace(SLOW_HUGE_PAGE_S)
         self._is_taken_over = self._stop = False
         self._ask_for_huge(huge_pages)
@@ -79,8 +81,8 @@ class Pages:
 
         def work() -> None:
             ready.wait()
-            while (block := self._next()) is not None:
-                self._back_block(block)
+            while (units := self._next()) is not None:
+                self._back_units(units)
             with self._changed:
                 self._backing_s = max(self._backing_s, time.perf_counter() - started_s)
 
@@ -109,7 +111,7 @@ class Pages:
 
         For use after `take_over`; at once without `back`, and after `stop`.
         """
-        first, last = start // HUGE_PAGE_BYTES, min(-(-stop // HUGE_PAGE_BYTES), len(self._blocks))
+        first, last = start // UNIT_BYTES, min(-(-stop // UNIT_BYTES), len(self._units))
         if not self._workers or self._is_done(first, last):
             return
         started_s = time.perf_counter()
@@ -123,7 +125,7 @@ class Pages:
         if not self._workers:
             return
         wanted = self.length if nbytes is None else min(nbytes, self.length)
-        last, started_s = -(-wanted // HUGE_PAGE_BYTES), time.perf_counter()
+        last, started_s = -(-wanted // UNIT_BYTES), time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._frontier >= last or self._stop or self._is_taken_over)
         if self._frontier < last:
@@ -152,51 +154,63 @@ class Pages:
         """Assert what always holds between calls."""
         with self._changed:
             assert self._is_done(0, self._frontier), "a page counts as backed that is not"
-            assert NOT_BEGUN not in self._blocks[: self._next_block], "a page was passed over"
+            assert NOT_BEGUN not in self._units[: self._next_unit], "a page was passed over"
 
     def _complete(self, first: int, last: int) -> None:
         """Back what nobody is at, wait for what others are."""
-        for block in range(first, last):
-            if self._begin(block):
-                self._back_block(block)
+        while units := self._begin(first, last):
+            self._back_units(units)
         with self._changed:
             self._changed.wait_for(lambda: self._stop or self._is_done(first, last))
 
     def _is_done(self, first: int, last: int) -> bool:
-        return self._blocks.count(DONE, first, last) == last - first
+        return self._units.count(DONE, first, last) == last - first
 
-    def _next(self) -> int | None:
-        """The next block for a thread of ours."""
+    def _next(self) -> range | None:
+        """The next units for a thread of ours: what is not begun of a huge page."""
         with self._changed:
             if self._stop or self._is_taken_over:
                 return None
-            block = self._blocks.find(NOT_BEGUN, self._next_block)
-            if block < 0:
+            first = self._units.find(NOT_BEGUN, self._next_unit)
+            if first < 0:
                 return None
-            self._blocks[block], self._next_block = BEGUN, block + 1
-            return block
+            units = self._claim(first, (first // UNITS + 1) * UNITS)
+            self._next_unit = units.stop
+            return units
 
-    def _begin(self, block: int) -> bool:
+    def _begin(self, first: int, last: int) -> range:
+        """The next units for a writer to [first, last): of huge pages one, of small ones what it needs."""
         with self._changed:
-            if self._stop or self._blocks[block] != NOT_BEGUN:
-                return False
-            self._blocks[block] = BEGUN
-            return True
+            at = -1 if self._stop else self._units.find(NOT_BEGUN, first, last)
+            if at < 0:
+                return range(0)
+            if self._pace.is_slow:
+                return self._claim(at, last)
+            start = at // UNITS * UNITS
+            return self._claim(self._units.find(NOT_BEGUN, start), start + UNITS)
 
-    def _back_block(self, block: int) -> None:
+    def _claim(self, first: int, last: int) -> range:
+        """Units from the first on that nobody is at."""
+        stop = first
+        while stop < min(last, len(self._units)) and self._units[stop] == NOT_BEGUN:
+            self._units[stop] = BEGUN
+            stop += 1
+        return range(first, stop)
+
+    def _back_units(self, units: range) -> None:
         with self._changed:
             if self._pace.turns_slow():
                 self._give_up_huge()
-        offset = block * HUGE_PAGE_BYTES
-        nbytes = min(HUGE_PAGE_BYTES, self.length - offset)
+        offset = units.start * UNIT_BYTES
+        nbytes = min(len(units) * UNIT_BYTES, self.length - offset)
         before_s = time.thread_time()
         self._back(offset, nbytes)
         self._pace.took(time.thread_time() - before_s, nbytes)
         with self._changed:
-            self._blocks[block] = DONE
-            while self._frontier < len(self._blocks) and self._blocks[self._frontier] == DONE:
+            self._units[units.start : units.stop] = bytes([DONE]) * len(units)
+            while self._frontier < len(self._units) and self._units[self._frontier] == DONE:
                 self._frontier += 1
-            if self._frontier == len(self._blocks) and self._pace.is_slow:
+            if self._frontier == len(self._units) and self._pace.is_slow:
                 self._ask_for_huge(True)  # the kernel may join small pages when it sees to it
             self._changed.notify_all()
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from firstlight.engine.weights import pages as module
-from firstlight.engine.weights.pages import HUGE_PAGE_BYTES, Pages, aligned, backed_bytes, reserve
+from firstlight.engine.weights.pages import HUGE_PAGE_BYTES, UNIT_BYTES, Pages, aligned, backed_bytes, reserve
 from tests.waiting import PATIENCE_S, until
 
 SIZE = 64 << 20
@@ -119,7 +119,7 @@ def test_who_takes_over_has_backed_what_it_needs_and_the_others_end(monkeypatch:
     """The page that one of them is at is theirs to finish; a page that was never needed is backed at the end."""
     pages = Pages(SIZE, "test")
     gate, backed_at = slow_backing(pages, monkeypatch)
-    pages.back(1)
+    pages.back(1, slow_huge_page_s=PATIENCE_S)
     pages.take_over()
     gate.set()
     needed = SIZE - HUGE_PAGE_BYTES - 5
@@ -140,7 +140,7 @@ def test_who_takes_over_has_backed_what_it_needs_and_the_others_end(monkeypatch:
 def test_many_that_need_the_same_page_wait_for_the_one_that_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(SIZE, "test")
     gate, backed_at = slow_backing(pages, monkeypatch)
-    pages.back(1)
+    pages.back(1, slow_huge_page_s=PATIENCE_S)
     pages.take_over()
     writers = [threading.Thread(target=pages.provide, args=(SIZE // 2 + n, SIZE // 2 + n + 1)) for n in range(5)]
     for writer in writers:
@@ -153,6 +153,40 @@ def test_many_that_need_the_same_page_wait_for_the_one_that_is_at_it(monkeypatch
     assert backed_at.count(SIZE // 2) == 1
     pages.stop()
     pages.check()
+
+
+def test_small_pages_are_backed_where_each_writer_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of them is at its half of a huge page, others finish theirs; what they ask for is one call."""
+    pages, whole = Pages(SIZE, "test"), Pages._back
+    begun, _ = slow_backing(pages, monkeypatch)
+    pages.back(1, slow_huge_page_s=0.0)
+    pages.take_over()
+    begun.set()
+    pages.provide(0, 4 * HUGE_PAGE_BYTES)  # after two, all count as slow
+    gate, is_at, backed_at = threading.Event(), threading.Event(), list[tuple[int, int]]()
+
+    def back(offset: int, nbytes: int) -> None:
+        backed_at.append((offset, nbytes))
+        if offset == last:
+            is_at.set()
+            gate.wait(PATIENCE_S)
+        whole(pages, offset, nbytes)
+
+    monkeypatch.setattr(pages, "_back", back)
+    last, half = SIZE - HUGE_PAGE_BYTES, HUGE_PAGE_BYTES // 2
+    writer = threading.Thread(target=pages.provide, args=(last, last + half))
+    writer.start()
+    assert is_at.wait(PATIENCE_S)
+    pages.provide(last + half, SIZE)
+    pages.provide(last - 3 * HUGE_PAGE_BYTES - 1, last)
+    assert writer.is_alive()
+    gate.set()
+    writer.join(PATIENCE_S)
+    start = last - 3 * HUGE_PAGE_BYTES - UNIT_BYTES
+    assert backed_at == [(last, half), (last + half, half), (start, last - start)]
+    pages.wait()
+    pages.check()
+    assert backed(pages) >= SIZE * 0.98
 
 
 def test_taking_over_wakes_whoever_waits_for_the_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
