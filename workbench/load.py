@@ -21,9 +21,10 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
-from firstlight.engine.parallel.kept import SUFFIXES, Wish, kept_roles
+from firstlight.engine.parallel.kept import SUFFIXES, Wish
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
+from firstlight.engine.parallel.pieces import RankPieces, rank_pieces, settled_roles
+from firstlight.engine.parallel.plan import room_here
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats.fp8 import block_words
 from firstlight.engine.weights.header import DTYPE_BITS
@@ -61,7 +62,7 @@ def load(
     """Loads the weights of every rank of `mesh` and reports what came where.
 
     `reader`: how local files are read. `hashes`: also the SHA-256 of every parameter as it is in memory. `limit`: also
-    what the source gives at best. `packed`: whether quantized weights stay packed (`kept_roles`). Raises `Refused`
+    what the source gives at best. `packed`: whether quantized weights stay packed (`settled_roles`). Raises `Refused`
     before the first byte when files are broken, the ledger has a gap or the mesh is impossible.
     """
     mesh, progress = mesh or Mesh(), progress or Progress()
@@ -82,7 +83,8 @@ def load(
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     _both_sides(draft, ledger)
-    keep, why = kept_roles(packed, "cpu" if _is_cpu(device) else _device(device).type)
+    kind = "cpu" if _is_cpu(device) else _device(device).type
+    keep, why = settled_roles(spec, mesh, run_dtype, ledger, packed, kind, room_here(1))
     all_ranks = _AllRanks(mesh, hashes)
     for rank in range(mesh.world_size):
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep)

@@ -8,7 +8,7 @@ blocks are made smaller. Everything else that is stored packed is unpacked while
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -18,8 +18,7 @@ from firstlight.engine.model.spec import Param
 from firstlight.engine.parallel.placement import Local
 from firstlight.engine.weights.formats.grid import WHOLE, Format, Packed, Packing, blocks
 from firstlight.engine.weights.header import DTYPE_BITS
-from firstlight.engine.weights.ledger import Ledger, Region
-from firstlight.engine.weights.source import Source
+from firstlight.engine.weights.source import Region, Source
 from firstlight.kernels.packed.kinds import CODE_BITS
 
 SCALE = "_scale"  # what the names of scales end with, behind that of the weight
@@ -43,6 +42,7 @@ class Kept(NamedTuple):
     """One tensor that a weight is held as, by its role: as a parameter, what is read for it, and of which weight."""
 
     role: str
+    tensor: str
     param: Param
     local: Local
     region: Region
@@ -67,6 +67,11 @@ class Share(NamedTuple):
         """The dtypes of the stored tensors by role."""
         return {part.role: dtype for part, dtype in zip(self.format.parts, self.dtypes, strict=True)}
 
+    def held(self) -> Iterator[str]:
+        """The dtypes of what it is held as."""
+        stored = self.stored
+        return (held_dtype(role, stored[role]) for role in _packing(self).roles)
+
     @property
     def count(self) -> int:
         """Rows of the share."""
@@ -89,18 +94,19 @@ def kept_roles(wish: Wish, device_type: str) -> tuple[frozenset[str], str]:
 
 
 def kept_packed(
-    held: Sequence[tuple[Param, Local]], ledger: Ledger, roles: Collection[str]
+    held: Sequence[tuple[Param, Local]], sources: Iterable[Source], roles: Collection[str]
 ) -> tuple[dict[str, tuple[Kept, ...]], dict[str, str]]:
-    """By name of the parameters that stay packed, the codes and scales that take their place; of others of these
-    roles, what keeps them from it.
+    """By name of the parameters that stay packed, codes and what stands beside them, which take their place; of others
+    of these roles, what keeps them from it. `sources`: where each parameter comes from.
 
     Parameters that share an allocation, and all experts of a layer, are kept together or not at all: one operator
     multiplies by all of them.
     """
+    source_of = {param.name: source for (param, _), source in zip(held, sources, strict=True)}
     found: dict[str, tuple[Kept, ...]] = {}
     hindered: dict[str, str] = {}
     for homes in together(held, roles):
-        ways = {home: _way(group, ledger) for home, group in homes.items()}
+        ways = {home: _way(group, source_of) for home, group in homes.items()}
         first = next((way for way in ways.values() if isinstance(way, str)), "")
         for home, param, local in ((home, *one) for home, group in homes.items() for one in group):
             way = ways[home]
@@ -109,7 +115,7 @@ def kept_packed(
             elif first:
                 hindered[param.name] = f"kept as what it is multiplied with is: {first}"
             else:
-                found[param.name] = tuple(_parts(param, local, ledger.sources[param.name], way))
+                found[param.name] = tuple(_parts(param, local, source_of[param.name], way))
     return found, hindered
 
 
@@ -137,11 +143,11 @@ def _is_of_product(param: Param) -> bool:
     return parts[-1] == "weight" and len(parts) > 1 and parts[-2] in PRODUCTS
 
 
-def _way(group: Sequence[tuple[Param, Local]], ledger: Ledger) -> Packing | str:
+def _way(group: Sequence[tuple[Param, Local]], source_of: Mapping[str, Source]) -> Packing | str:
     """How the parameters of one home are held in it, one behind the other, or what keeps them from staying packed."""
     by_expert: dict[int | None, list[Share]] = {}
     for param, local in group:
-        source = ledger.sources[param.name]
+        source = source_of[param.name]
         if source.packed is None:
             return "a weight that shares its memory is stored plain"
         share = _share(source, source.packed, local)
@@ -160,7 +166,7 @@ def way_of(experts: Iterable[tuple[Share, ...]]) -> Packing | str:
     shares = tuple(dict.fromkeys(share for stack in stacks for share in stack))
     if words := next(filter(None, (share.format.hindrance(share.dtypes[0]) for share in shares)), ""):
         return words
-    held = {tuple(held_dtype(role, share.stored) for role in _packing(share).roles) for share in shares}
+    held = {tuple(share.held()) for share in shares}
     scales = {dtypes[1] for dtypes in held}
     if len(scales) > 1 or not scales <= SCALES:
         return f"no operator takes scales in {' beside '.join(sorted(scales))}"
@@ -220,32 +226,33 @@ def _fitting(block: int, cut: tuple[int, int, int], size: int) -> int:
     return block if (start, stop) == (0, size) else math.gcd(block, start, stop - start) if block else block
 
 
-def held_dtype(role: str, stored: Mapping[str, str]) -> str:
-    """The dtype of what is held, from those of the stored tensors."""
+def held_dtype(role: str, stored: str) -> str:
+    """The dtype of what is held, from that of the stored tensor."""
     if role == "zero":
-        return "I8" if stored["zero"] in ("I8", "I32") else stored["zero"]
-    return {"codes": "U8", "outer": "F32", "order": "I32"}.get(role, stored[role])
+        return "I8" if stored == "I32" else stored
+    return {"codes": "U8", "outer": "F32", "order": "I32"}.get(role, stored)
 
 
 def held_bytes(packing: Packing, stored: Mapping[str, str], rows: int) -> int:
     """Bytes of all that is held of so many rows."""
     return sum(
-        math.prod(packing.shape(role, rows)) * DTYPE_BITS[held_dtype(role, stored)] // 8 for role in packing.roles
+        math.prod(packing.shape(role, rows)) * DTYPE_BITS[held_dtype(role, stored[role])] // 8 for role in packing.roles
     )
 
 
 def _parts(param: Param, local: Local, source: Source, packing: Packing) -> Iterable[Kept]:
     packed = source.packed
     assert packed is not None
-    dtypes = {part.role: tensor.dtype for part, tensor in packed.stored()}
+    stored = {part.role: tensor for part, tensor in packed.stored()}
     region = source.cut(local.bounds)
     for role in packing.roles:
-        shape = packing.shape(role, local.shape[0])
+        shape, tensor = packing.shape(role, local.shape[0]), stored[role]
         held = msgspec.structs.replace(
             param,
             name=param.name + SUFFIXES[role],
             shape=shape,
             storage=param.home + SUFFIXES[role],
-            dtype=held_dtype(role, dtypes),
+            dtype=held_dtype(role, tensor.dtype),
         )
-        yield Kept(role, held, Local(tuple((0, size) for size in shape), shape), region, packed, packing)
+        whole = Local(tuple((0, size) for size in shape), shape)
+        yield Kept(role, tensor.name, held, whole, region, packed, packing)

@@ -10,7 +10,7 @@ import msgspec
 
 from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param
 from firstlight.engine.parallel.census import census
-from firstlight.engine.parallel.kept import Kept, kept_packed, why_of_role
+from firstlight.engine.parallel.kept import ROLES, Kept, Wish, kept_packed, kept_roles, why_of_role
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.weights.formats.grid import Packed, Packing
@@ -144,13 +144,13 @@ def rank_pieces(
     cut = stages(spec, mesh.pp)[at.pp]
     tied = _is_tied(spec, ledger)
     held = [one for one in _held(spec, mesh, at, cut) if one[0].name != "head.weight" or not tied or cut[0] != 0]
-    kept, hindered = kept_packed(held, ledger, keep_packed) if ledger is not None and keep_packed else ({}, {})
+    filled = held if ledger is not None else []
+    sources = ledger.sources_of([param.name for param, _ in filled]) if ledger is not None else []
+    kept, hindered = kept_packed(filled, sources, keep_packed) if keep_packed else ({}, {})
     laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
     storages, offsets = _storages(laid_out, dtype)
     pieces: list[Piece] = []
     unpacked: dict[str, str] = {}
-    filled = held if ledger is not None else []
-    sources = ledger.sources_of([param.name for param, _ in filled]) if ledger is not None else []
     cut_of = cache(region_of)  # most are cut like many others
     for (param, local), source in zip(filled, sources, strict=True):
         if param.name in kept:
@@ -170,6 +170,26 @@ def rank_pieces(
         dtype=dtype,
         packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.role == "codes"},
         unpacked=unpacked,
+    )
+
+
+def settled_roles(
+    spec: ModelSpec, mesh: Mesh, dtype: str, ledger: Ledger, wish: Wish, device_type: str, room_bytes: int
+) -> tuple[frozenset[str], str]:
+    """The roles of weights that stay packed where they can, and why these: `kept_roles`, unless rank 0 has no room.
+
+    What CPUs would rather have unpacked stays packed as well where the weights would take more than `room_bytes`. All
+    ranks ask about rank 0, so that they agree.
+    """
+    roles, why = kept_roles(wish, device_type)
+    if wish != "auto" or roles == ROLES:
+        return roles, why
+    nbytes = rank_pieces(spec, mesh, 0, dtype, ledger, keep_packed=roles).nbytes
+    if nbytes <= room_bytes:
+        return roles, why
+    return ROLES, (
+        "whatever an operator can multiply by stays packed: with linear layers unpacked a rank's weights would take "
+        f"{nbytes:,} bytes, and there is room for {room_bytes:,}"
     )
 
 
@@ -232,7 +252,7 @@ def _as_kept(kept: Sequence[Kept] | None, param: Param, local: Local) -> Iterabl
 def _kept_piece(kept: Kept, mesh: Mesh, row: int) -> Piece:
     return Piece(
         param=kept.param.name,
-        tensor=next(tensor.name for _, tensor in kept.packed.stored((kept.role,))),
+        tensor=kept.tensor,
         region=kept.region,
         transpose=False,
         storage=kept.param.home,

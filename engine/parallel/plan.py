@@ -14,14 +14,24 @@ from firstlight.engine.model.spec import CacheSpec, ModelSpec, Param
 from firstlight.engine.parallel.census import Kind, census_by
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.estimate import Roofline, active_by_kind
-from firstlight.engine.parallel.hardware import Cluster
+from firstlight.engine.parallel.hardware import Cluster, local_cluster
 from firstlight.engine.parallel.layouts import Layouts, Objective, RankBytes, fullest
 from firstlight.engine.parallel.mesh import Attention, Mesh
 from firstlight.engine.parallel.ranking import Candidate, Ranker
 from firstlight.engine.weights.formats.registry import StoredFormat
 from firstlight.engine.weights.header import DTYPE_BITS
 
-__all__ = ["HEADROOM", "Objective", "Plan", "RankBytes", "Totals", "active_parameters", "make_plan", "totals"]
+__all__ = [
+    "HEADROOM",
+    "Objective",
+    "Plan",
+    "RankBytes",
+    "Totals",
+    "active_parameters",
+    "make_plan",
+    "room_here",
+    "totals",
+]
 
 HEADROOM = 0.15  # of device memory, for activations, workspace, communication buffers and the framework
 
@@ -279,3 +289,8 @@ def _beyond_positions(spec: ModelSpec, context: int) -> Iterator[Finding]:
             found=f"{context:,} tokens",
             next=f"plan with --context {spec.max_positions} or less",
         )
+
+
+def room_here(ranks: int) -> int:
+    """Bytes of this machine's memory that one of `ranks` on its CPUs may take, less the headroom."""
+    return int(local_cluster(ranks).device.memory_bytes * (1 - HEADROOM))

@@ -21,7 +21,8 @@ from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import kept_roles
 from firstlight.engine.parallel.mesh import HEADS, Mesh
-from firstlight.engine.parallel.pieces import rank_pieces
+from firstlight.engine.parallel.pieces import rank_pieces, settled_roles
+from firstlight.engine.parallel.plan import room_here
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
 from firstlight.engine.serving.choices import Choices
 from firstlight.engine.serving.health import Pulse
@@ -87,7 +88,7 @@ def bring_up(
     context = context_of(options, spec, device.type)
     ops = operators_of(options, spec, device, dtype, context, settings)
     pulse.enter("load")
-    keep, _ = kept_roles(options.packed, device.type)
+    keep = _kept(options, spec, dtype, ledger, device, local_ranks)
     pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep)
     weights = hold(
         checkpoint,
@@ -124,6 +125,16 @@ def bring_up(
         findings=(*checkpoint.findings, *spec.findings, *ledger.findings),
         choices=choices,
     )
+
+
+def _kept(
+    options: EngineOptions, spec: ModelSpec, dtype: str, ledger: Ledger, device: torch.device, local_ranks: int
+) -> frozenset[str]:
+    """The roles of weights that stay packed where they can."""
+    if options.residency != "resident":  # there is room for what is there at a time
+        return kept_roles(options.packed, device.type)[0]
+    room_bytes = min(room_here(local_ranks), options.weights_budget or 1 << 62)
+    return settled_roles(spec, options.mesh, dtype, ledger, options.packed, device.type, room_bytes)[0]
 
 
 def _largest(comms: Comms, number: int) -> int:

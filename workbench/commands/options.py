@@ -138,7 +138,8 @@ def engine(parser: argparse.ArgumentParser) -> None:
         "--packed",
         choices=("auto", "always", "never"),
         default="auto",
-        help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts alone",
+        help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts alone, "
+        "unless there is no room for the rest unpacked",
     )
     group.add_argument(
         "--hosts",

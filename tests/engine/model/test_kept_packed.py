@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.layers.access import packed_matrix
-from firstlight.engine.parallel.kept import SCALE, UNWANTED, Share, kept_roles, way_of
+from firstlight.engine.parallel.kept import SCALE, UNWANTED, Share, Wish, kept_roles, way_of
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.parallel.pieces import rank_pieces
+from firstlight.engine.parallel.pieces import rank_pieces, settled_roles
 from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.weights import placing
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats.grid import Packing
@@ -181,6 +183,37 @@ def test_what_cannot_stay_packed_is_said_by_name(checkpoint: Get, tmp_path: Path
     for role in ("attention", "mlp"):
         own = sum(row["resident_bytes"] for row in rows if row["role"] == role)
         assert 0.9 * sizes[role] < own <= sizes[role], "all of it but norms and biases"
+
+
+def test_what_cpus_would_unpack_stays_packed_where_there_is_no_room(checkpoint: Get, tmp_path: Path) -> None:
+    quantize(checkpoint("qwen3_moe"), INT4, tmp_path / "packed", tmp_path / "plain")
+    opened = Checkpoint.open(tmp_path / "packed")
+    spec, matcher = FAMILIES.describe(opened.config)
+    ledger = account(opened, spec, matcher)
+    usual, _ = kept_roles("auto", "cpu")
+    nbytes = rank_pieces(spec, Mesh(tp=2), 0, "BF16", ledger, keep_packed=usual).nbytes
+
+    def settled(room_bytes: int, wish: Wish = "auto") -> tuple[frozenset[str], str]:
+        return settled_roles(spec, Mesh(tp=2), "BF16", ledger, wish, "cpu", room_bytes)
+
+    assert settled(nbytes)[0] == usual
+    assert settled(nbytes - 1)[0] == EVERY
+    assert f"{nbytes:,} bytes" in settled(nbytes - 1)[1]
+    assert settled(1, "never")[0] == frozenset()
+
+
+def test_a_budget_that_only_packed_weights_keep_to_is_kept_to(checkpoint: Get, tmp_path: Path) -> None:
+    quantize(checkpoint("llama"), INT4, tmp_path / "packed", tmp_path / "plain")
+    sizes = {wish: load(tmp_path / "packed", packed=wish, limit=False) for wish in ("always", "never")}  # type: ignore[arg-type]
+    least, most = (found.metrics["largest_rank_bytes"].value for found in sizes.values())
+    options = {"max_context": 32, "threads": 1, "weights_budget": (least + most) // 2}
+    engine = Engine.start(str(tmp_path / "packed"), **options)
+    try:
+        assert engine.worker.rank.weights.pieces.packings
+    finally:
+        engine.close()
+    with pytest.raises(Refused, match="too small"):
+        Engine.start(str(tmp_path / "packed"), packed="never", **options)
 
 
 def test_what_is_not_kept_by_choice_or_beside_another_is_said(checkpoint: Get, tmp_path: Path) -> None:
