@@ -51,13 +51,14 @@ def unwritable(
     *,
     expected: str = "a folder that exists and may be written",
     room: str = "room on the disk",
-    elsewhere: str = "name another file",
+    elsewhere: str = "",
 ) -> Refused:
     """The refusal of a place that cannot be written: `not-found` where there is no such folder, else `not-available`.
 
     `expected` of the place, or `room` where the disk is full; `elsewhere` is what to do other than to make room.
     """
     is_full = error.errno in FULL
+    elsewhere = elsewhere or ("name a place on another disk" if is_full else "name another file")
     return Refused(
         fatal(
             "not-found" if error.errno in ABSENT else "not-available",
