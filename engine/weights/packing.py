@@ -125,7 +125,7 @@ def _whole_numbers(
 ) -> tuple[Whole, Floats, Whole]:
     """Codes, scales and zero points of whole numbers from `low` to `high`; even ones have their zero in the middle."""
     if is_even:
-        scales = as_stored(absolute_scales(weight, block, high), dtype)
+        scales = as_stored(absolute_scales(weight, block, (high - low) // 2), dtype)
         zeros = np.full(scales.shape, (low + high + 1) // 2, np.int64)
     else:
         least, most = over_blocks(weight, block, np.minimum), over_blocks(weight, block, np.maximum)
@@ -220,7 +220,7 @@ def _ordered(
 
 def _awq(weight: Floats, how: Awq, _: np.random.Generator) -> tuple[Parts, Floats]:
     block = (1, how.group)
-    codes, scales, zeros = _whole_numbers(weight, block, 0, 15, False, "F16")
+    codes, scales, zeros = _whole_numbers(weight, block, 0, 15, how.symmetric, "F16")
     parts: Parts = {
         "codes": words(np.swapaxes(codes, -1, -2), 4, -1, ORDER),
         "zero": words(np.swapaxes(zeros, -1, -2), 4, -1, ORDER),

@@ -85,6 +85,11 @@ EXPERTS = (
     rule(_B + "gate_up_proj_bias", _E + "gate.bias", _E + "up.bias", interleaved=True, stacked=True),
     rule(_B + "down_proj", _E + "down.weight", stacked=True, transpose=True),
     rule(_B + "down_proj_bias", _E + "down.bias", stacked=True),
+    *(  # as exporters of quantized weights take them apart
+        rule(f"{_B}{{e}}.{part}_proj.{kind}", f"{_E}{part}.{kind}")
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    ),
 )
 SINKS = (rule("(model.|)layers.{i}.self_attn.sinks", "layers.{i}.mixer.sinks"),)
 RULES = TRUNK + ATTENTION + SINKS + ROUTER + EXPERTS

@@ -73,7 +73,10 @@ RULES = (
     *(rule(f"{_L}conv.in_proj.{kind}", *(f"{_P}{part}.{kind}" for part in "bcu")) for kind in ("weight", "bias")),
     *in_layers({"conv.conv": "mixer.conv", "conv.out_proj": "mixer.o"}),
     *in_layers({f"feed_forward.{theirs}": f"ffn.{ours}" for ours, theirs in PARTS.items()}),
-    *(rule(f"{_L}feed_forward.experts.{{e}}.{t}.weight", f"{_F}experts.{{e}}.{o}.weight") for o, t in PARTS.items()),
+    *(  # exporters of quantized weights call them gate_proj and the like
+        rule(f"{_L}feed_forward.experts.{{e}}.({t}|{o}_proj).weight", f"{_F}experts.{{e}}.{o}.weight")
+        for o, t in PARTS.items()
+    ),
     rule(
         _L + "feed_forward.experts.gate_up_proj",
         _F + "experts.{e}.gate.weight",

@@ -155,7 +155,8 @@ def _mxfp4(options: Options, config: Mapping[str, Any]) -> Scheme:
 
 def _awq(options: Options, config: Mapping[str, Any]) -> Scheme:
     options.only("bits", options.get("bits", options.get("w_bit", 4)), (4,))
-    options.only("zero_point", options.get("zero_point", True), (True,))
+    options.only("zero_point", options.get("zero_point", True), (True, False))
+    symmetric = options.get("zero_point", True) is False
     for key in ("version", "format", "checkpoint_format"):
         if str(options.get(key, "gemm")).lower() != "gemm":
             options.unsupported(key, options.get(key), "gemm: words of gemv, marlin and exllama have another order")
@@ -165,10 +166,10 @@ def _awq(options: Options, config: Mapping[str, Any]) -> Scheme:
     kept = Modules((*options.names("modules_to_not_convert"), *_skipped(options)))
     usual = options.get("group_size", options.get("q_group_size", 128))
     some = [
-        Group(Awq(group=options.group(change.get("group_size", usual))), modules)
+        Group(Awq(group=options.group(change.get("group_size", usual)), symmetric=symmetric), modules)
         for modules, change in _otherwise(options, ("group_size", "desc_act"))
     ]
-    every = Group(Awq(group=options.group(usual)))
+    every = Group(Awq(group=options.group(usual), symmetric=symmetric))
     return Scheme("awq", (*some, every), kept, head=bool(options.get("lm_head", False)))
 
 

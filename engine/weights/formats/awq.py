@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from firstlight.engine.weights.formats.gptq import codes_of
 from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, Axis, Box, Format, Packing, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-BITS, PER_WORD = 4, 8
+BITS, PER_WORD, MIDDLE = 4, 8, 8
 
 
 class Awq(Format, frozen=True, kw_only=True):
-    """`group` inputs share a scale and a zero point; `WHOLE`: all of them."""
+    """`group` inputs share a scale and a zero point; `WHOLE`: all of them.
+
+    `symmetric`: zero points are there as well, and must be the middle of the codes.
+    """
 
     group: int = 128
+    symmetric: bool = False
 
     label: ClassVar[str] = "AWQ INT4"
 
@@ -61,6 +66,11 @@ class Awq(Format, frozen=True, kw_only=True):
         turned, block = (*box[:ROWS], box[COLUMNS], box[ROWS]), (self.group, 1)
         values, zero = (self._each(stored[role], box).float() for role in ("codes", "zero"))
         return scaled(shifted(values, zero, turned, block), stored["scale"].float(), turned, block).mT
+
+    def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
+        wrong = codes_of(stored["zero"], BITS) - {MIDDLE} if self.symmetric and "zero" in stored else ()
+        said = f"zero points of {MIDDLE}, since zero_point is false"
+        return ("zero", said, f"zero points of {min(wrong)}") if wrong else None
 
     def describe(self) -> str:
         return f"{self.label}, " + (f"groups of {self.group}" if self.group else "a scale per row")

@@ -69,7 +69,7 @@ class Gptq(Format, frozen=True, kw_only=True):
         return self.ordered and self.group != WHOLE
 
     def lies(self, role: str) -> bool:
-        return role == "order"
+        return False  # an order as well is looked at first
 
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import packed_codes, zero_points

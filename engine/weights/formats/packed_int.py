@@ -72,7 +72,7 @@ class PackedInt(Format, frozen=True, kw_only=True):
         return Packing(f"int{self.bits}", (1, self.group), zero=self.zero_point, ordered=self.has_order)
 
     def lies(self, role: str) -> bool:
-        return role in ("scale", "order") or (role == "codes" and self.bits != 8)
+        return role == "scale" or (role == "codes" and self.bits != 8)  # an order is looked at first
 
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
         from firstlight.engine.weights.formats.unpacking import row_bytes, zero_points

@@ -46,7 +46,7 @@ FORMATS: dict[str, Format] = {
     "packed-int4-zero": PackedInt(bits=4, group=16, zero_point=True),
     "packed-int4-ordered": PackedInt(bits=4, group=16, zero_point=True, ordered=True),
     "awq": Awq(group=16),
-    "awq-whole": Awq(group=WHOLE),
+    "awq-whole": Awq(group=WHOLE, symmetric=True),
     "gptq": Gptq(group=16),
     "gptq-int8": Gptq(bits=8, group=WHOLE),
     "gptq-int2-v2": Gptq(bits=2, group=32, zero_offset=0),

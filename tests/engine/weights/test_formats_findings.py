@@ -139,6 +139,32 @@ def test_zero_points_that_are_not_in_the_middle_though_sym_says_so(tmp_path: Pat
     assert load(checkpoint, rank_pieces(spec, Mesh(), 0, "F32", settle(tmp_path))).params
 
 
+@pytest.mark.parametrize("kept", [(), ("attention", "mlp")], ids=["unpacked", "kept"])
+def test_awq_without_zero_points_has_them_all_the_same(kept: tuple[str, ...], tmp_path: Path) -> None:
+    """They are written, in the middle of the codes; others belong to another configuration."""
+    quantization = {**CONFIGS["awq"], "zero_point": False}
+    _, values = written("llama", quantization, tmp_path)
+    loaded_is(tmp_path, settle(tmp_path), values, Mesh(tp=2))
+    change(tmp_path, lambda held: held.update({UP + ".qzeros": np.full((4, 12), 0x88878888, np.uint32).view(np.int32)}))
+    checkpoint = Checkpoint.open(tmp_path)
+    spec, _ = FAMILIES.describe(checkpoint.config)
+    with pytest.raises(Refused, match=f"{UP}.qzeros does not fit") as caught:
+        load(checkpoint, rank_pieces(spec, Mesh(), 0, "F32", settle(tmp_path), keep_packed=kept))
+    assert caught.value.findings[0].found == "zero points of 7"
+
+
+@pytest.mark.parametrize("kept", [(), ("attention", "mlp")], ids=["unpacked", "kept"])
+@pytest.mark.parametrize(("name", "ending"), [("gptq", ".g_idx"), ("packed-ordered", ".weight_g_idx")])
+def test_inputs_of_a_group_that_is_not_there(name: str, ending: str, kept: tuple[str, ...], tmp_path: Path) -> None:
+    written("llama", CONFIGS[name], tmp_path)
+    change(tmp_path, lambda held: held.update({UP + ending: np.arange(64, dtype=np.int32)}))
+    checkpoint = Checkpoint.open(tmp_path)
+    spec, _ = FAMILIES.describe(checkpoint.config)
+    with pytest.raises(Refused, match=f"{UP}{ending} does not fit") as caught:
+        load(checkpoint, rank_pieces(spec, Mesh(), 0, "F32", settle(tmp_path), keep_packed=kept))
+    assert caught.value.findings[0].found == "groups 0 to 63"
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_bias_beside_words_is_left_out_only_if_it_is_zero(value: float, tmp_path: Path) -> None:
     written("llama", CONFIGS["gptq"], tmp_path)
@@ -319,7 +345,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
         ),
         ({"quant_method": "fp8", "weight_scale_semantics": "log"}, "unsupported-format", "log"),
         ({"quant_method": "awq", "bits": 3}, "unsupported-format", "bits"),
-        ({"quant_method": "awq", "zero_point": False}, "unsupported-format", "zero_point"),
+        ({"quant_method": "awq", "zero_point": None, "bits": 8}, "unsupported-format", "bits"),
         ({"quant_method": "gptq", "bits": 3}, "unsupported-format", "bits = 3"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "config-invalid", "group_size"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "unsupported-format", "marlin"),

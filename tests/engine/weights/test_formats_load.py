@@ -130,6 +130,19 @@ def test_experts_in_blocks_as_gpt_oss_has_them(tmp_path: Path) -> None:
         loaded_is(tmp_path, ledger, values, mesh)
 
 
+@pytest.mark.parametrize(
+    ("model", "block"), [("gpt_oss", "mlp"), ("mixtral", "block_sparse_moe"), ("lfm2_moe", "feed_forward")]
+)
+def test_experts_that_exporters_take_apart_under_names_of_their_own(model: str, block: str) -> None:
+    """llm-compressor's `linearize_moe`: whatever the release calls them, `gate_proj`, `up_proj` and `down_proj`."""
+    config = MODELS[model] if model in MODELS else TINY[model].config
+    _, matcher = FAMILIES.describe(config)
+    for part in ("gate", "up", "down"):
+        match = matcher.match(f"model.layers.1.{block}.experts.3.{part}_proj.weight")
+        assert match is not None
+        assert match.params == (f"layers.1.ffn.experts.3.{part}.weight",)
+
+
 @pytest.mark.parametrize("name", ["fp8-blocks", "float-channel", "packed-int4", "nvfp4", "mxfp4"])
 def test_experts_stored_stacked(name: str, tmp_path: Path) -> None:
     """`experts.gate_up_proj` with `experts.gate_up_proj_scale_inv` and the like."""
