@@ -382,8 +382,12 @@ LLAMA = TRUNK + ATTENTION + DENSE  # the names that most decoders took over
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Routed experts stored one by one, or fused as transformers 5 keeps them in memory (gate and up stacked)."""
-    names = (("gate", gate), ("up", up), ("down", down))
+    """Routed experts stored one by one, or fused as transformers 5 keeps them in memory (gate and up stacked).
+
+    Exporters of quantized weights take the fused ones apart under names of their own, `gate_proj` and the like.
+    """
+    usual = {"gate": gate, "up": up, "down": down}
+    names = ((part, name if name == f"{part}_proj" else f"({name}|{part}_proj)") for part, name in usual.items())
     single = tuple(
         rule(f"{_L}{block}.experts.{{e}}.{name}.weight", f"layers.{{i}}.ffn.experts.{{e}}.{part}.weight")
         for part, name in names
