@@ -90,7 +90,9 @@ def add_first_token(draft: Draft, loaded: FirstToken | None, streaming: FirstTok
         "first_token_streamed_s",
         streaming.seconds,
         "s",
-        streaming.reason or "from the first byte asked for: layers run while those behind them are read",
+        streaming.reason
+        or "from the first byte asked for: layers run while those behind them are read; this start came first: "
+        "files that it read and operators that it chose are at hand for the other",
     )
     draft.table(
         "first_token",
