@@ -17,6 +17,7 @@ from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.side_files import nested
+from firstlight.engine.weights.json_text import keys_twice
 from firstlight.workbench.contradictions import TEXT_LEVELS
 
 TEMPLATE = "chat_template.jinja"
@@ -66,8 +67,12 @@ class _Reader:
         self.findings: list[Finding] = []
 
     def json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
         try:
-            return side_files.read_json_if_present(self.directory / name) or {}
+            found = side_files.read_json_if_present(path) or {}
+            if found and (twice := keys_twice(side_files.read_bytes(path), found)):
+                self.findings.append(_stated_twice(name, twice))
+            return found
         except Refused as refused:
             self.findings.extend(_softened(finding, name) for finding in refused.findings)
             return {}
@@ -102,11 +107,33 @@ class _Reader:
                 )
             )
             return None
+        if not found.model.vocab and not found.added_tokens:
+            self.findings.append(
+                warning(
+                    "side-file-invalid",
+                    f"{name} is no tokenizer: it has no vocabulary",
+                    file=name,
+                    expected="JSON with a model, its vocab and added_tokens",
+                    found=_start(path),
+                    next=f"fetch {name} from the model's release again",
+                )
+            )
+            return None
         vocab = found.model.vocab
         texts = vocab if isinstance(vocab, dict) else {}
         ids = frozenset(texts.values()) if texts else frozenset(range(len(vocab)))
         added = {token.content: token.id for token in found.added_tokens}
         return Tokens(ids | frozenset(added.values()), added, texts)
+
+
+def _stated_twice(name: str, keys: tuple[str, ...]) -> Finding:
+    return _clash(
+        name,
+        f"{name} states {', '.join(keys[:4])} twice with different values; the last counts",
+        "every key once",
+        f"{len(keys):,} key{'' if len(keys) == 1 else 's'} with two values",
+        f"fetch {name} from the model's release again, or remove the value that is wrong",
+    )
 
 
 def _start(path: Path) -> str:
@@ -219,6 +246,7 @@ def _ends(
     text = text.get("content") if isinstance(text, Mapping) else text
     if tokens is None:
         return
+    yield from _unknown_marks(tokens, options)
     own = tokens.id_of(text) if isinstance(text, str) else None
     if used and own is not None and own not in used:
         yield _clash(
@@ -235,6 +263,29 @@ def _ends(
             f"ids up to {tokens.highest:,}",
             _listed(strangers),
             "fetch tokenizer.json and eos_token_id of one release: answers may run on",
+        )
+
+
+def _unknown_marks(tokens: Tokens, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Marks that the template may write and the tokenizer takes for plain text."""
+    decoder = options.get("added_tokens_decoder")
+    added = decoder.values() if isinstance(decoder, Mapping) else ()
+    listed = [one.get("content") for one in added if isinstance(one, Mapping)]
+    for key in ("bos_token", "eos_token"):
+        value = options.get(key)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if value is not None and not isinstance(text, str):
+            problem = f"{key} of {side_files.TOKENIZER_CONFIG} is {type(text).__name__}, and no text"
+        elif isinstance(text, str) and tokens.texts and tokens.id_of(text) is None and text not in listed:
+            problem = f"{key} {text!r} is no token of the tokenizer: prompts would spell it out"
+        else:
+            continue
+        yield _clash(
+            side_files.TOKENIZER_CONFIG,
+            problem,
+            f"a token of {side_files.TOKENIZER}",
+            repr(value)[:80],
+            "fetch both files of one release",
         )
 
 
@@ -264,6 +315,7 @@ def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]
     texts = {TEMPLATE: own, "chat_template.json": older, side_files.TOKENIZER_CONFIG: inner}
     stated = [(name, text) for name, text in texts.items() if isinstance(text, str)]
     if stated:
+        yield from _silent_template(*stated[0])
         yield from _broken_template(reader)
     for name, text in stated[1:]:
         if text.strip() != stated[0][1].strip():
@@ -274,6 +326,19 @@ def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]
                 f"{len(text):,} other characters",
                 "fetch both from one release, or remove the stale one",
             )
+
+
+def _silent_template(name: str, text: str) -> Iterator[Finding]:
+    """A template that writes the same prompt whatever was said: an empty file, a web page, a pointer."""
+    if "messages" not in text:
+        yield warning(
+            "side-file-invalid",
+            f"the chat template in {name} never names the messages: every conversation becomes the same prompt",
+            file=name,
+            expected="a template that writes messages",
+            found=repr(text[:40]) if text.strip() else "nothing",
+            next=f"fetch {name} from the model's release again",
+        )
 
 
 def _broken_template(reader: _Reader) -> Iterator[Finding]:

@@ -222,9 +222,13 @@ def _layers(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]
         yield _clash(
             f"num_hidden_layers is {count:,}, the headers hold {len(found):,} layers up to number {max(found):,}",
             f"layers 0 to {count - 1:,}" + (f", and {extra} extra prediction layers" if extra else ""),
-            f"no layer {min(absent):,}" if absent else f"layer {min(beyond):,} and {len(beyond) - 1:,} more",
+            f"no layer {min(absent):,}" if absent else _first(sorted(beyond)),
             "config.json and weights belong to different releases: fetch both again",
         )
+
+
+def _first(beyond: Sequence[int]) -> str:
+    return f"layer {beyond[0]:,}" + (f" and {len(beyond) - 1:,} more" if len(beyond) > 1 else "")
 
 
 def _experts(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]:
@@ -287,7 +291,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], kinds: Sequence[K
 
 def _size(level: Mapping[str, Any], key: str) -> int | None:
     value = level.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 63 else None
 
 
 def _plain(value: object) -> object:

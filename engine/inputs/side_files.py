@@ -10,6 +10,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.weights.json_text import decode, why_no_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -76,14 +77,19 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a side file; raises `Refused` when it is absent, not JSON, or not an object."""
+    text = read_bytes(path)
     try:
-        value = msgspec.json.decode(read_bytes(path))
-    except (msgspec.DecodeError, RecursionError) as error:
+        value = decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        nested = ("is not JSON: it is nested too deeply", "a JSON object", repr(text[:40]))
+        what, expected, found = nested if isinstance(error, RecursionError) else why_no_json(text, error)
         raise Refused(
             fatal(
                 "side-file-invalid",
-                f"{path.name} is not JSON: {error}",
+                f"{path.name} {what}",
                 file=str(path),
+                expected=expected,
+                found=found,
                 next=fetch_again(path),
             )
         ) from None

@@ -164,7 +164,7 @@ class Config:
         raise Refused(
             fatal(
                 "unsupported-block",
-                f"{self.where}: {key} = {value!r} asks for mathematics that no block here has",
+                f"{self.where}: {key} = {repr(value)[:200]} asks for mathematics that no block here has",
                 file="config.json",
                 expected=expected,
                 found=repr(value),
@@ -179,7 +179,7 @@ class Config:
                 f"{self.where}: {self._named(key)} has an impossible value",
                 file="config.json",
                 expected=expected,
-                found=repr(value),
+                found=repr(value)[:200],
                 next="fetch the release's own config.json again",
             )
         )

@@ -83,7 +83,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         tensors, problems, broken = _headers(directory, source, files, index)
         findings.extend(problems)
         if index is not None:
-            findings.extend(against_headers(*_unlike(index.weight_map, tensors), files, broken))
+            invalid = {name for finding in problems if finding.code == "header-invalid" for name in finding.tensors}
+            findings.extend(against_headers(*_unlike(index.weight_map, tensors), files, broken, invalid))
             if not any(finding.severity == "fatal" for finding in findings):
                 findings.extend(against_payload(index, payload_bytes(tensors)))
         findings.extend(_other_files(names))

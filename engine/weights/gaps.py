@@ -227,13 +227,13 @@ def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Findin
     for file, mine in by_file.items():
         yield fatal(
             "missing-tensor",
-            f"{len(mine):,} {'parameter has' if len(mine) == 1 else 'parameters have'} no source, since {file} is not "
-            "there or cannot be read",
+            f"{len(mine):,} {'parameter has' if len(mine) == 1 else 'parameters have'} no source, since {file}, which "
+            "should hold them, is not there, is broken or lacks them",
             file=file,
             tensors=tuple(mine),
             expected=f"{len(mine):,} filled",
             found="0 filled",
-            next=f"fetch {file} again, which holds them",
+            next=f"fetch {file} again, and the index with it",
         )
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.weights.json_text import ENDLESS, is_endless
 from firstlight.engine.weights.other_formats import foreign, refuse_other_formats
 from firstlight.engine.weights.sources.base import AnyPath
 
@@ -292,7 +293,7 @@ def _parse(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
 def _not_json(file: str, text: bytearray, problem: str) -> Finding:
     return fatal(
         "header-invalid",
-        f"the header of {file} is not valid: {problem}",
+        f"the header of {file} is not valid: {problem.removeprefix('JSON is malformed: ')}",
         file=file,
         expected="JSON of tensor name -> dtype, shape, data_offsets",
         found=repr(bytes(text[:60])),
@@ -315,6 +316,7 @@ def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]
         raw = json.loads(text.decode(), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         problem = "values nested too deeply" if isinstance(error, RecursionError) else str(error)
+        problem = ENDLESS if is_endless(problem) else problem
         raise Refused(_not_json(file, text, problem)) from error
     if not isinstance(raw, dict):
         raise Refused(_not_json(file, text, f"it is {type(raw).__name__}, not an object"))
@@ -396,7 +398,7 @@ def _size_problems(file: str, size: int, end: int, tensors: list[TensorInfo], wh
     elif end < size and whole:
         yield fatal(
             "trailing-bytes",
-            f"{file} holds {size - end:,} bytes that no tensor claims",
+            f"{file} holds {size - end:,} byte{'' if size - end == 1 else 's'} that no tensor claims",
             file=file,
             expected=f"{end:,} bytes",
             found=f"{size:,} bytes",

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from operator import attrgetter, eq
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,13 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.json_text import colons, decode, keys_twice, why_no_json
 
 if TYPE_CHECKING:
     from firstlight.engine.weights.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 CONFIG_LIMIT_BYTES = 64 << 20
-_MARKS = {  # of byte orders, which JSON may not begin with
-    b"\xef\xbb\xbf": "a byte order mark: save it as UTF-8 without one",
-    b"\xff\xfe": "the byte order mark of UTF-16: save it as UTF-8",
-    b"\xfe\xff": "the byte order mark of UTF-16: save it as UTF-8",
-}
-_APART = re.compile(rb'"[ \t\r\n]+:')
 INDEX_LIMIT_BYTES = 256 << 20  # 497,220 tensors take 60 MB
 LARGE_BYTES = 4 << 20  # from which on columns are worth the trouble
 
@@ -73,27 +68,15 @@ def _text(directory: Path, name: str, limit_bytes: int) -> bytes:
 def _object(name: str, text: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The JSON object that a text is, and its keys with two values. Raises `Refused`."""
     try:
-        value = _decode(text)
-        # Of equal keys the last one wins in every parser. Keys and colons agree in number unless there are some.
-        twice = _twice(text) if _colons(value) != text.count(b'":') or b"\\" in text or _APART.search(text) else ()
+        value = decode(text)
+        twice = keys_twice(text, value)
     except (msgspec.DecodeError, ValueError) as error:
-        marked = next((f" (it begins with {what})" for mark, what in _MARKS.items() if text.startswith(mark)), "")
-        raise Refused(_bad(name, f"is not JSON{marked}: {error}", "a JSON object", repr(text[:40]))) from error
+        raise Refused(_bad(name, *why_no_json(text, error))) from error
     except RecursionError as error:
         raise Refused(_bad(name, "is nested too deeply", "a JSON object", repr(text[:40]))) from error
     if not isinstance(value, dict):
         raise Refused(_bad(name, "is not a JSON object", "a JSON object", type(value).__name__))
     return value, twice
-
-
-def _decode(text: bytes) -> Any:
-    """JSON, with the Infinity and NaN that Python writes into some configurations."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        if b"Infinity" not in text and b"NaN" not in text and "out of range" not in str(error):  # 1e999 is infinite
-            raise
-        return json.loads(text)
 
 
 def _absent(directory: Path, name: str) -> Finding:
@@ -113,28 +96,6 @@ def _bad(name: str, problem: str, expected: str, found: str) -> Finding:
     return fatal(
         "side-file-invalid", f"{name} {problem}", file=name, expected=expected, found=found, next=f"fetch {name} again"
     )
-
-
-def _colons(value: object) -> int:
-    """How many keys a JSON value holds at all levels."""
-    if isinstance(value, dict):
-        return len(value) + sum(_colons(item) for item in value.values() if isinstance(item, dict | list))
-    return sum(_colons(item) for item in value if isinstance(item, dict | list)) if isinstance(value, list) else 0
-
-
-def _twice(text: bytes) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key, value in items:
-            if key in values and values[key] != value:
-                found[key] = None
-            values[key] = value
-        return values
-
-    json.loads(text, object_pairs_hook=pairs)
-    return tuple(found)
 
 
 def read_index(directory: Path) -> Index | None:
@@ -189,7 +150,7 @@ def _sound(text: bytes) -> Index | None:
 
 def _is_once(found: _Plain, text: bytes) -> bool:
     """Whether surely no key occurs twice."""
-    keys = len(found.weight_map) + _colons(found.metadata) + text.count(b'"metadata":') + 1
+    keys = len(found.weight_map) + colons(found.metadata) + text.count(b'"metadata":') + 1
     return b"\\" not in text and text.count(b":") == keys
 
 
@@ -202,12 +163,20 @@ def _closely(raw: dict[str, Any], twice: tuple[str, ...]) -> Index:
                 f"{INDEX} has no usable weight_map",
                 file=INDEX,
                 expected="weight_map: {tensor: file}",
-                found="no weight_map" if weight_map is None else f"weight_map: {json.dumps(weight_map)[:60]}",
+                found=_unusable(weight_map),
                 next="fetch the index again, or delete it: headers are enough",
             )
         )
     _refuse_paths(set(weight_map.values()))
     return Index(weight_map, _stated(raw.get("metadata")), tuple(_listed_twice(twice)))
+
+
+def _unusable(weight_map: object) -> str:
+    """What is in the place of a map: the first entry that is none, where there are others."""
+    if isinstance(weight_map, dict):
+        wrong = next(((name, file) for name, file in weight_map.items() if not isinstance(file, str)), None)
+        return "an empty weight_map" if wrong is None else f"{wrong[0][:60]}: {json.dumps(wrong[1])[:60]}"
+    return "no weight_map" if weight_map is None else f"weight_map: {json.dumps(weight_map)[:60]}"
 
 
 def _stated(metadata: object) -> int | None:
@@ -284,9 +253,16 @@ def held(tensors: Iterable[str]) -> str:
 
 
 def against_headers(
-    index: Mapping[str, str], tensors: Mapping[str, TensorInfo], files: Iterable[str], broken: Iterable[str]
+    index: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+    files: Iterable[str],
+    broken: Iterable[str],
+    invalid: Container[str] = (),
 ) -> Iterator[Finding]:
-    """What the index says of the files that were read, held against their headers; `broken` files have none."""
+    """What the index says of the files that were read, held against their headers.
+
+    `broken` files have none; `invalid` are tensors that are in a header, whose entries were found wrong already.
+    """
     if len(index) == len(tensors) and all(map(eq, map(index.get, tensors), map(attrgetter("file"), tensors.values()))):
         return
     unlisted = tuple(name for name in tensors if name not in index)
@@ -304,7 +280,7 @@ def against_headers(
     readable = set(files) - set(broken)
     absent: dict[str, list[str]] = defaultdict(list)
     for name, file in index.items():
-        if file in readable and name not in tensors:
+        if file in readable and name not in tensors and name not in invalid:
             absent[file].append(name)
     for file, names in absent.items():
         yield fatal(
@@ -312,7 +288,7 @@ def against_headers(
             f"the index places {held(names)} in {file} that its header does not have",
             file=file,
             tensors=tuple(names),
-            expected=f"{len(names):,} tensors in {file}",
+            expected=f"{len(names):,} tensor{'' if len(names) == 1 else 's'} in {file}",
             found="absent",
             next="fetch index and shard again from the same revision",
         )

@@ -241,6 +241,7 @@ def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -
     started = [name for name in names if name.endswith(_UNFINISHED)]
     misspelt = [name for name in names if name.lower().endswith(".safetensors") and not name.endswith(".safetensors")]
     found, way, kind = "no weights", "fetch the safetensors files of the release", ""
+    below = sorted(directory.glob("*/*.safetensors"))
     if misspelt:
         found, way = f"{misspelt[0]}, whose name ends in other letters", "rename the files: names end in .safetensors"
     elif started:
@@ -249,6 +250,9 @@ def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -
         found, kind = ", ".join(list(others)[:8]), f" ({next(iter(others.values()))})"
         other = "pickled weights" if Path(next(iter(others))).suffix.lower() in PICKLES else "other formats"
         way = f"fetch the safetensors files of the release; {other} are not read"
+    elif below:
+        inside = below[0].relative_to(directory)
+        found, way = f"{inside}, in a folder of it", f"put config.json beside {below[0].name}, and name that folder"
     return fatal(
         "missing-shard",
         f"{directory} holds no .safetensors file" + (f", but {found}{kind}" if found != "no weights" else ""),

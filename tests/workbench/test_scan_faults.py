@@ -247,6 +247,23 @@ FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "words of MLX": (
         lambda h: config(h, quantization_config={"group_size": 64, "bits": 4}), 1, "unsupported-format", "Apple's MLX"
     ),
+    "an entry of a header that cannot be": (
+        lambda h: header(h, lambda v: v["model.norm.weight"].update(data_offsets=[0, 1, 2])),
+        1, "header-invalid", "of length 2, got 3",
+    ),
+    "weights in a folder": (
+        lambda h: [(h / "w").mkdir(), (h / INDEX).unlink(), [path.rename(h / "w" / path.name) for path in shards(h)]],
+        2, "missing-shard", "put config.json beside model-00001",
+    ),
+    "a file that the index maps to nothing": (
+        lambda h: index(h, lambda v: v["weight_map"].update({"model.x": None})), 2, "stale-index", "model.x: null"
+    ),
+    "an architecture in other letters": (
+        lambda h: config(h, model_type="LLaMA"), 1, "unknown-architecture", "nearest names: llama"
+    ),
+    "a dtype that nothing computes in": (
+        lambda h: config(h, dtype="float8_e4m3fn"), 0, "config-invalid", "is no dtype that is computed in"
+    ),
     "nothing": (only, 2, "missing-side-file", "an empty directory"),
 }  # fmt: skip
 

@@ -323,9 +323,30 @@ def decoder(
         "final_norm": norm,
         "tied_head": bool(config.get("tie_word_embeddings", tie_default)),
         "max_positions": _reach(config),
-        "dtype": DTYPES.get(config.get("dtype", config.get("torch_dtype", "bfloat16")), "BF16"),
+        "dtype": computed_dtype(config),
     }
     return ModelSpec(**{**values, **fields})
+
+
+def computed_dtype(config: Config, silent: str = "bfloat16") -> str:
+    """The dtype that a release is meant to be computed in; one that nothing here computes in is said.
+
+    `silent` is the architecture's where the file says nothing, or nothing that will do.
+    """
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    named = config.get(key, silent)
+    if not isinstance(named, str):
+        config.refuse(key, named, "the name of a dtype")
+    found = DTYPES.get(named.removeprefix("torch."))
+    if found is None and named != "auto":
+        config.warn(
+            "config-invalid",
+            f"{config.where}: {key} = {named[:40]} is no dtype that is computed in here; {silent} is taken",
+            expected=" or ".join(DTYPES),
+            found=named[:40],
+            next=f"nothing, if {silent} will do; --dtype chooses another",
+        )
+    return found or DTYPES[silent]
 
 
 def _reach(config: Config) -> int:

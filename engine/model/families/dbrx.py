@@ -1,7 +1,7 @@
 """DBRX: one matrix for queries, keys and values, clamped; sixteen experts whose matrices lie one behind the other."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import ACTIVATIONS, DTYPES, rope
+from firstlight.engine.model.families.common import ACTIVATIONS, computed_dtype, rope
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import WeightRule, rule
 from firstlight.engine.model.spec import Attention, LayerSpec, ModelSpec, MoE, Norm, Rope, Router
@@ -52,7 +52,7 @@ def spec(config: Config) -> ModelSpec:
         final_norm=norm,
         tied_head=bool(config.get("tie_word_embeddings", False)),
         max_positions=config.size("max_seq_len", "max_position_embeddings"),
-        dtype=DTYPES.get(config.get("dtype", config.get("torch_dtype", "bfloat16")), "BF16"),
+        dtype=computed_dtype(config),
     )
 
 

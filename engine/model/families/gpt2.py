@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorms with biases, and matrices stored input by output."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import DTYPES, activation, layer_norm
+from firstlight.engine.model.families.common import activation, computed_dtype, layer_norm
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.rules import ignored, rule
 from firstlight.engine.model.spec import MLP, Attention, LayerSpec, ModelSpec
@@ -51,7 +51,7 @@ def spec(config: Config) -> ModelSpec:
         tied_head=bool(config.get("tie_word_embeddings", True)),
         max_positions=positions,
         learned_positions=positions,
-        dtype=DTYPES.get(config.get("dtype", config.get("torch_dtype", "float32")), "F32"),
+        dtype=computed_dtype(config, "float32"),
     )
 
 

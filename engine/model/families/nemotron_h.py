@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3: one block a layer, by a pattern: Mamba 2, attention without positions, an MLP, experts."""
 
 from firstlight.engine.model.config import Config
-from firstlight.engine.model.families.common import DTYPES, activation, gqa, in_layers
+from firstlight.engine.model.families.common import activation, computed_dtype, gqa, in_layers
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.mixtures import mixture, sigmoid_router
 from firstlight.engine.model.families.state_spaces import BACKBONE, MAMBA2_RULES, layer_kinds, limits, whole_groups
@@ -102,7 +102,7 @@ def spec(config: Config) -> ModelSpec:
         final_norm=norm,
         tied_head=bool(config.get("tie_word_embeddings", False)),
         max_positions=int(config.get("max_position_embeddings", 4096)),
-        dtype=DTYPES.get(config.get("dtype", config.get("torch_dtype", "bfloat16")), "BF16"),
+        dtype=computed_dtype(config),
     )
 
 

@@ -150,7 +150,7 @@ class Families(Mapping[str, Family]):
         if not isinstance(model_type, str):
             config.refuse("model_type", model_type, "a name")
         if model_type not in self:
-            near = difflib.get_close_matches(str(model_type), self, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(model_type.lower()[:60], self, n=3, cutoff=0.5)
             raise Refused(
                 fatal(
                     "unknown-architecture",

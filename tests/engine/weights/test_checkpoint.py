@@ -74,12 +74,21 @@ def test_pickles_and_code_beside_weights_are_notes(home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
+        (b"", "it is empty"),
+        (b"\0\0\0", "it holds zeros alone"),
+        (b'{"a": {"b"', "it breaks off after 10 bytes"),
         (b"[1]", "not a JSON object"),
-        (b"\xff\xfe", "not JSON"),
+        (b"\xff\xfe", "the byte order mark of UTF-16; save it as UTF-8"),
+        ("{}".encode("utf-32"), "the byte order mark of UTF-32; save it as UTF-8"),
+        ("{}".encode("utf-16-le"), "it looks like UTF-16"),
         (b'{"a":' * 200_000, "nested too deeply"),
-        (b"version https://git-lfs.github.com/spec/v1", "not JSON"),
+        (b"version https://git-lfs.github.com/spec/v1", "but a Git LFS pointer"),
+        (b"<html>", "but a web page"),
+        (b"\x1f\x8b\x08", "but a gzip archive"),
+        (b"// mine\n{}", "but JSON with comments"),
+        (b'{\n"a": 1,\n}', "not JSON: trailing comma in object, at byte 10 (line 3)"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "holds a number of more than 4,300 digits"),
+        (b'{"a": "\\ud800"}', "half of a pair of surrogates"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", INDEX])
