@@ -7,14 +7,13 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.readers import Job, Piece, read_jobs, read_pieces
-from firstlight.engine.weights.sources import local, trial
+from firstlight.engine.weights.sources import local
 from firstlight.engine.weights.sources import native as compiled_reads
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
 from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
@@ -291,30 +290,6 @@ def test_rows_are_the_same_with_and_without_what_is_between_them(
         assert refused.value.findings[0].code == "truncated-shard"
 
 
-def test_gaps_are_read_or_left_out_whichever_is_sooner_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what a disk was found to give, and never some of a kind this way and some that way."""
-    now_s = 0.0
-    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    gaps = trial.Gaps()
-    assert gaps.verdict == ""
-    gaps.begin("direct", 2_000_000_000)
-    gaps.begin_rows(40_000)
-    now_s = 1.0
-    gaps.end("direct", 2_000_000_000)
-    gaps.end_rows(40_000)
-    assert "50 KB" in gaps.verdict
-    for gap in (4096, 15_000, 48_000):
-        gaps.begin("direct", 1 << 30)
-        assert gaps.is_together("direct", 2048, 2048 + gap)
-        gaps.end("direct", 0)
-    for gap in (52_000, 120_000):
-        gaps.begin_rows(100_000)
-        assert not gaps.is_together("direct", 2048, 2048 + gap)
-        gaps.end_rows(0)
-    for gap in (15_000, 25_000):
-        assert gaps.is_together("direct", 2048, 2048 + gap, False) == (gap < 20_000), "nothing is tried on trial"
-
-
 @pytest.mark.parametrize("nbytes", [1, 4096, local.DIRECT_BYTES, local.DIRECT_BYTES + 1, 8 << 20])
 def test_reads_past_the_cache_are_of_about_the_same_size(
     nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -338,15 +313,6 @@ def test_reads_past_the_cache_are_of_about_the_same_size(
     assert min(asked) > max(asked) - 3 * local.BLOCK_BYTES
 
 
-def test_kinds_of_rows_have_a_way_out_of_the_page_cache_each() -> None:
-    source = LocalFiles()
-    for way, costs in (("mapped", 1.0), ("read", 2.0)):
-        source.rows(512, 4096).took(way, 8 << 20, costs)
-        source.rows(2048, 16_384).took(way, 8 << 20, 1 / costs)
-    assert source.rows(600, 5000).way() == "mapped"
-    assert source.rows(2048, 16_384).way() == "read"
-
-
 def test_a_file_that_is_written_to_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     path.write_bytes(bytes(100_000))
@@ -360,22 +326,6 @@ def test_a_file_that_is_written_to_while_it_is_read_is_an_error(tmp_path: Path) 
     with pytest.raises(Refused) as refused:
         read_pieces([("shard", 0, memoryview(bytearray(10)))], 1, source=source)
     assert refused.value.findings[0].code == "changed-file"
-
-
-def test_the_faster_way_is_found_by_trying_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads through the cache first, then past it; whichever took less time for as many bytes is kept to."""
-    for cost, chosen in (({"buffered": 1.0, "direct": 0.5}, "direct"), ({"buffered": 1.0, "direct": 2.0}, "buffered")):
-        ways = local.Trial()
-        now_s = 0.0
-        for _ in range(200):
-            method = ways.method()
-            started_s, now_s = now_s, now_s + cost[method] * (8 << 20) / 1e9
-            ways.took(method, 8 << 20, started_s, now_s)
-        assert ways.method() == chosen
-        assert "GB/s" in ways.verdict
-    quick = local.Trial()
-    quick.took("buffered", 8 << 20, 0.0, 1.0)
-    assert (quick.method(), quick.verdict) == ("buffered", ""), "little is read: the cache serves the next start"
 
 
 def both_ways(read: Callable[[LocalFiles], bytes], monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
