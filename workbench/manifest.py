@@ -9,13 +9,14 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.json_text import why_no_json
 from firstlight.workbench.deep import TensorReading
 from firstlight.workbench.report import write_atomically
 
@@ -24,12 +25,16 @@ SIDE_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # what c
 SIDE_FILE_LIMIT_BYTES = 1 << 30
 
 
+Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # SHA-256
+FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\]+$")]  # beside the weights: nothing leads elsewhere
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One tensor: what it is and the SHA-256 of its bytes."""
 
     dtype: str
-    shape: tuple[int, ...]
-    sha256: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    sha256: Hash
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["firstlight-manifest-1"] = "firstlight-manifest-1"
     name: str
     tensors: dict[str, Entry]
-    files: dict[str, str]
+    files: dict[FileName, Hash]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON in one step. Raises `Refused` when the place cannot be written."""
@@ -53,11 +58,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 raise Refused(_unusable(file, "not-found", "it is not there" if not file.exists() else "it is no file"))
             if file.stat().st_size > LIMIT_BYTES:
                 raise Refused(_unusable(file, "side-file-invalid", f"it is larger than {LIMIT_BYTES:,} bytes"))
-            return msgspec.json.decode(file.read_bytes(), type=cls)
+            text = file.read_bytes()
+            return msgspec.json.decode(text, type=cls)
         except OSError as error:
             raise Refused(_unusable(file, "read-failed", str(error.strerror))) from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             raise Refused(_unusable(file, "side-file-invalid", str(error))) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(_unusable(file, "side-file-invalid", f"it {why_no_json(text, error)[0]}")) from error
 
 
 def _unusable(file: Path, code: str, problem: str) -> Finding:

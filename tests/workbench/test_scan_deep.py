@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
@@ -231,6 +233,26 @@ def test_a_manifest_that_is_none_is_refused_at_once(
     error = capsys.readouterr().err
     assert "the manifest" in error
     assert "write one with scan --manifest" in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("entry", "file", "words"),
+    [
+        ({"sha256": ""}, "config.json", "regex"),
+        ({"sha256": "0" * 63 + "G"}, "config.json", "regex"),
+        ({"shape": [-5]}, "config.json", ">= 0"),
+        ({}, "../../etc/passwd", "regex"),
+    ],
+)
+def test_a_manifest_that_is_damaged_is_refused_before_weights_are_blamed(
+    entry: dict[str, Any], file: str, words: str, home: Path, tmp_path: Path
+) -> None:
+    tensors = {"a": {"dtype": "F32", "shape": [1], "sha256": "0" * 64, **entry}}
+    raw = {"format": "firstlight-manifest-1", "name": "m", "tensors": tensors, "files": {file: "0" * 64}}
+    (tmp_path / "m.json").write_text(json.dumps(raw))
+    with pytest.raises(Refused, match="cannot be used") as refused:
+        scan(home, against=tmp_path / "m.json")
+    assert words in str(refused.value)
 
 
 def test_a_manifest_that_cannot_be_written_is_said(home: Path, tmp_path: Path) -> None:
