@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 Severity = Literal["fatal", "warning", "note"]
+MOST_TENSORS = 1000  # that a finding names; it counts the others
+MOST_FILES = 16  # that have a finding each where all have the same fault
+_OWN = re.compile(r"'[^']*'|\S*\.\w\S*|\d[\d,]*")  # names and numbers: what findings of one fault do not share
 
 CODES: dict[str, str] = {
     # files and headers
@@ -88,7 +93,8 @@ CODES: dict[str, str] = {
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One finding: what, how bad, where, expected against found, and the next action.
 
-    `code` is one of `CODES`. `tensors` lists the tensors concerned (all of them; renderers shorten).
+    `code` is one of `CODES`. `tensors` lists the tensors concerned (renderers shorten); of very many these are the
+    first `MOST_TENSORS`, and `more_tensors` counts the others.
     """
 
     code: str
@@ -99,6 +105,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     expected: str | None = None
     found: str | None = None
     next: str | None = None
+    more_tensors: int = 0
 
     def __post_init__(self) -> None:
         assert self.code in CODES, f"finding code {self.code!r} is not listed in CODES"
@@ -109,7 +116,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"file: {self.file}")
         if self.tensors:
             shown = ", ".join(self.tensors[:4])
-            more = f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else ""
+            left = len(self.tensors) - 4 + self.more_tensors
+            more = f" and {left:,} more" if left > 0 else ""
             parts.append(f"tensors: {shown}{more}")
         if self.expected is not None or self.found is not None:
             pair = (("expected", self.expected), ("found", self.found))
@@ -117,6 +125,56 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         if self.next:
             parts.append(f"next: {self.next}")
         return "\n  ".join(map(printable, parts))
+
+
+def listing(names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a finding that say which tensors it is about."""
+    return {"tensors": tuple(names[:MOST_TENSORS]), "more_tensors": max(0, len(names) - MOST_TENSORS)}
+
+
+def gathered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings, of those that say the same of very many files the first `MOST_FILES` and one for all the others.
+
+    None names more than `MOST_TENSORS`.
+    """
+    alike: dict[object, list[Finding]] = {}
+    for place, finding in enumerate(map(_bounded, findings)):
+        is_of_file = bool(finding.file) and str(finding.file) in finding.message
+        key = finding.severity, finding.code, _OWN.sub("", finding.message)
+        alike.setdefault(key if is_of_file else place, []).append(finding)
+    return tuple(one for group in alike.values() for one in (*group[:MOST_FILES], *_likewise(group[MOST_FILES:])))
+
+
+def _bounded(finding: Finding) -> Finding:
+    more = len(finding.tensors) - MOST_TENSORS
+    if more <= 0:
+        return finding
+    return msgspec.structs.replace(
+        finding, tensors=finding.tensors[:MOST_TENSORS], more_tensors=finding.more_tensors + more
+    )
+
+
+def _likewise(rest: Sequence[Finding]) -> Iterator[Finding]:
+    """One finding for many that say the same of files; `found` has what is not the same of each."""
+    if len(rest) < 2:
+        yield from rest
+        return
+    first = rest[0]
+    are_one = len({str(one.expected).replace(str(one.file), "") for one in rest}) == 1
+    told: dict[str, list[str]] = {}
+    for one in rest[:MOST_TENSORS]:
+        found = str(one.found) if are_one else f"{one.found}, not {one.expected}"
+        told.setdefault(found.replace(str(one.file), "itself"), []).append(str(one.file))
+    named = listing([name for one in rest for name in one.tensors])
+    yield msgspec.structs.replace(
+        first,
+        message=f"the same of {len(rest):,} files more, {first.file} to {rest[-1].file}: {first.message}",
+        expected=first.expected,
+        found="; ".join(f"{', '.join(files)}: {what}" for what, files in told.items()),
+        next=f"{first.next}; so for each of the others",
+        tensors=named["tensors"],
+        more_tensors=named["more_tensors"] + sum(one.more_tensors for one in rest),
+    )
 
 
 def printable(text: str) -> str:

@@ -91,7 +91,8 @@ def _tried(text: str, checkpoint: Checkpoint, unmatched: tuple[Pattern, ...]) ->
 
 def _said_by(finding: Finding) -> str:
     names = ", ".join(finding.tensors[:SAID])
-    more = f" and {len(finding.tensors) - SAID} more" if len(finding.tensors) > SAID else ""
+    left = len(finding.tensors) - SAID + finding.more_tensors
+    more = f" and {left} more" if left > 0 else ""
     return _line(f"{finding.message}{f': {names}{more}' if names and names not in finding.message else ''}")
 
 

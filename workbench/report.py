@@ -80,6 +80,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         plain = finite(self)
         if not self.forced:
             del plain["forced"]  # said only where there is something to say
+        for finding in plain["findings"]:
+            if not finding["more_tensors"]:
+                del finding["more_tensors"]
         return msgspec.json.format(msgspec.json.encode(plain), indent=indent) + b"\n"
 
     def write(self, path: str | os.PathLike[str]) -> Path:

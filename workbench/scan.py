@@ -263,7 +263,7 @@ def _destination(ledger: Ledger, kind: Kind) -> str:
     if kind.pattern in ledger.strangers:
         return "nothing"
     if isinstance(ledger.consumed, Consumed) and (entered := ledger.consumed.entered(kind.pattern)) is not None:
-        return entered
+        return entered or "nothing"
     params = dict.fromkeys(param for name in kind.names for param in ledger.consumed.get(name, ()))
     if params:
         groups = grouped(params, str)
@@ -340,7 +340,7 @@ def _deep(
     if other is not None:
         found = [_placed(finding, checkpoint) for finding in differences(mine, other)]
         draft.find(found)
-        wrong = sum(len(finding.tensors) for finding in found)
+        wrong = sum(len(finding.tensors) + finding.more_tensors for finding in found)
         draft.check(
             "tensors are those of the manifest",
             not any(finding.severity == "fatal" for finding in found),

@@ -123,6 +123,13 @@ class Matcher:
                 return None
         return item, tuple(re.sub(r"\{\d+\}", "*", template) for template in templates)
 
+    def particular(self, kind: str, names: Callable[[], Sequence[str]]) -> list[int]:
+        """The places of those `names`, all of them `kind`, that rules of particular tensors speak of."""
+        asked = [lines for shape, lines in self._particular_kinds if shape.match(kind)]
+        if not asked:
+            return []
+        return [place for place, name in enumerate(names()) if any(lines.search(name) for lines in asked)]
+
     def knows_none_of(self, kind: str) -> bool:
         """Whether no rule can speak of any name that is `kind` but for `*` in place of its numbers."""
         return self._some.match(kind) is None

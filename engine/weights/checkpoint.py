@@ -14,14 +14,17 @@ from urllib.parse import urlsplit
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note, warning, what_is
+from firstlight.engine.findings import Finding, fatal, gathered, listing, note, what_is
+from firstlight.engine.weights.double import settled
 from firstlight.engine.weights.header import Header, TensorInfo, header_bytes, read_header
 from firstlight.engine.weights.index import (
     CONFIG_LIMIT_BYTES,
     LARGE_BYTES,
+    Differences,
     Index,
     against_headers,
     against_payload,
+    differences,
     held,
     names_in,
     read_index,
@@ -42,14 +45,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MANY = 20_000  # tensors from which on columns take the place of objects
 _NAME = attrgetter("name")
-COMPARED_BYTES = 64 << 20  # of tensors that two shards hold
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a directory says about its weights without reading one: the raw configuration is the truth.
 
     `tensors` of very many make entries when they are asked for, and are no dict (`table.py`). `side_files` are the
-    other files by name. `findings` holds what is wrong with files, headers and index.
+    other files by name. `findings` holds what is wrong with files, headers and index; `absent` what the index lists and
+    no header has, with its file.
     """
 
     directory: str
@@ -59,6 +62,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     side_files: tuple[str, ...]
     findings: tuple[Finding, ...]
     source: ByteSource
+    absent: dict[str, str] | WeightMap = {}
 
     @classmethod
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
@@ -82,9 +86,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         _remember(source, files)
         tensors, problems, broken = _headers(directory, source, files, index)
         findings.extend(problems)
-        if index is not None:
-            invalid = {name for finding in problems if finding.code == "header-invalid" for name in finding.tensors}
-            findings.extend(against_headers(*_unlike(index.weight_map, tensors), files, broken, invalid))
+        unlike = _unlike(index.weight_map, tensors) if index is not None else None
+        if index is not None and unlike is not None:
+            invalid = [finding for finding in problems if finding.code == "header-invalid"]
+            findings.extend(against_headers(unlike, tensors, files, broken, invalid))
             if not any(finding.severity == "fatal" for finding in findings):
                 findings.extend(against_payload(index, payload_bytes(tensors)))
         findings.extend(_other_files(names))
@@ -94,8 +99,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             tensors=tensors,
             shards=tuple(files),
             side_files=tuple(name for name in names if not name.endswith(".safetensors")),
-            findings=tuple(findings),
+            findings=gathered(findings),
             source=source,
+            absent=_absent(unlike.absent if unlike is not None else {}, findings, tensors),
         )
 
     @property
@@ -149,12 +155,21 @@ def payload_bytes(tensors: dict[str, TensorInfo] | Table) -> int:
     return sum(tensor.nbytes for tensor in tensors.values()) if isinstance(tensors, dict) else tensors.nbytes
 
 
-def _unlike(
-    weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInfo] | Table
-) -> tuple[Mapping[str, str], Mapping[str, TensorInfo]]:
-    """Index and tensors, of very many only what is not the same in both."""
+def _absent(
+    listed: dict[str, str] | WeightMap, findings: Iterable[Finding], tensors: Mapping[str, TensorInfo]
+) -> dict[str, str] | WeightMap:
+    """What should be there and is not, with its file: what the index lists, and what headers say wrongly."""
+    if not isinstance(listed, dict):
+        return listed
+    wrong = (finding for finding in findings if finding.code == "header-invalid" and finding.file)
+    files = {name: str(finding.file) for finding in wrong for name in finding.tensors if name not in tensors}
+    return {**files, **listed}
+
+
+def _unlike(weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInfo] | Table) -> Differences:
+    """What is not the same in index and headers."""
     if isinstance(tensors, dict):
-        return weight_map, tensors
+        return differences(weight_map, tensors)
     from firstlight.engine.weights.weight_map import unlike
 
     return unlike(weight_map, tensors)
@@ -243,14 +258,11 @@ def _headers(
     for file, header in zip(files, read, strict=True):
         if isinstance(header, Refused):
             findings.extend(_with_tensors(finding, listed.get(file, ())) for finding in header.findings)
-        elif isinstance(header, Header):
+        else:
             findings.extend(header.findings)
-    tensors, copies = _gathered([header for header in read if not isinstance(header, Refused)])
-    if copies:
-        chosen, doubled = _settled(copies, index.weight_map if index else {}, source)
-        findings.extend(doubled)
-        tensors = {**tensors, **chosen} if isinstance(tensors, dict) else tensors.without_copies(chosen)
-    return tensors, findings, broken
+    weight_map = index.weight_map if index is not None else {}
+    tensors, doubled = _gathered([header for header in read if not isinstance(header, Refused)], weight_map, source)
+    return tensors, [*findings, *doubled], broken
 
 
 def _read(paths: Sequence[AnyPath], index: Index | None) -> list[Header | ShardColumns | Refused]:
@@ -272,93 +284,35 @@ def _or_why(read: Callable[[AnyPath], T], path: AnyPath) -> T | Refused:
         return refused
 
 
-def _gathered(headers: Sequence[Header | ShardColumns]) -> tuple[dict[str, TensorInfo] | Table, list[TensorInfo]]:
-    """All tensors by name, in the order of files, and, if any share theirs, those that do, or all."""
+def _gathered(
+    headers: Sequence[Header | ShardColumns], index: Mapping[str, str], source: ByteSource
+) -> tuple[dict[str, TensorInfo] | Table, list[Finding]]:
+    """All tensors by name, in the order of files, and what is found of those that several files hold."""
     groups = [header.tensors for header in headers if isinstance(header, Header)]
     if len(groups) < len(headers):
+        from firstlight.engine.weights.copies import settled_rows
         from firstlight.engine.weights.table import Table, infos_of
 
         table = Table.of(headers)
         if table is not None:
-            return table, table.infos(table.twice)
+            return settled_rows(table, index, source) if len(table.twice) else (table, [])
         groups = [header.tensors if isinstance(header, Header) else infos_of(header) for header in headers]
     tensors: dict[str, TensorInfo] = {}
     for group in groups:
         tensors.update(zip(map(_NAME, group), group, strict=True))
     every = [tensor for group in groups for tensor in group]
-    return tensors, every if len(every) != len(tensors) else []
+    if len(every) == len(tensors):
+        return tensors, []
+    chosen, findings = settled(every, index, source)
+    return {**tensors, **chosen}, findings
 
 
-def _with_tensors(finding: Finding, tensors: tuple[str, ...]) -> Finding:
+def _with_tensors(finding: Finding, tensors: Sequence[str]) -> Finding:
     """A file that cannot be read, with what the index places in it."""
     if not tensors:
         return finding
     message = f"{finding.message}; the index places {held(tensors)} in it"
-    return msgspec.structs.replace(finding, message=message, tensors=tensors)
-
-
-def _settled(
-    tensors: Iterable[TensorInfo], index: Mapping[str, str], source: ByteSource
-) -> tuple[dict[str, TensorInfo], list[Finding]]:
-    """Of two copies of a tensor the index decides; without its word they must be equal, or neither is trusted.
-
-    Copies are compared byte by byte, up to `COMPARED_BYTES` in all.
-    """
-    first: dict[str, TensorInfo] = {}
-    copies: dict[tuple[str, str, bool, bool | None], list[str]] = {}
-    left_bytes = COMPARED_BYTES
-    for tensor in tensors:
-        earlier = first.setdefault(tensor.name, tensor)
-        if earlier is tensor:
-            continue
-        chosen = index.get(tensor.name)
-        same = None
-        if (earlier.dtype, earlier.shape) != (tensor.dtype, tensor.shape):
-            same = False
-        elif tensor.nbytes <= left_bytes:
-            left_bytes -= tensor.nbytes
-            same = _are_equal(source, earlier, tensor)
-        if chosen == tensor.file:
-            first[tensor.name] = tensor
-        where = earlier.file, tensor.file, chosen in (tensor.file, earlier.file), same
-        copies.setdefault(where, []).append(tensor.name)
-    return first, [_copies(*where, names) for where, names in copies.items()]
-
-
-def _are_equal(source: ByteSource, one: TensorInfo, other: TensorInfo) -> bool | None:
-    """Whether two stored tensors hold the same bytes; None where they cannot be read, which is said elsewhere."""
-    found = []
-    for tensor in (one, other):
-        data = bytearray(tensor.nbytes)
-        try:
-            opened = source.open(tensor.file)
-            try:
-                opened.read_into(tensor.offset_bytes, [memoryview(data)])
-            finally:
-                opened.close()
-        except Refused:
-            return None
-        found.append(data)
-    return found[0] == found[1]
-
-
-def _copies(first: str, second: str, decided: bool, same: bool | None, names: list[str]) -> Finding:
-    contents = {True: "equal copies", False: "two that differ", None: "two, not compared"}[same]
-    is_fine = decided or same is True
-    what = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} tensors more are"
-    return msgspec.structs.replace(
-        warning(
-            "duplicate-tensor",
-            f"{what} in {first} and in {second}, {contents}"
-            + ("; the index says which is used" if decided else "; the first is used" if is_fine else ""),
-            file=second,
-            tensors=tuple(names),
-            expected="one copy",
-            found=contents,
-            next="delete the stale shard" + ("" if is_fine else ": which of them is meant is not guessed"),
-        ),
-        severity="warning" if is_fine else "fatal",
-    )
+    return msgspec.structs.replace(finding, message=message, **listing(tensors))
 
 
 def _other_files(names: Iterable[str]) -> Iterable[Finding]:

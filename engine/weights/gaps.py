@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, repeat
 
-from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import Param
-from firstlight.engine.model.spec.param import FIRST_STAGE, LAST_STAGE
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.lots import Parameters, experts
-from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
-from firstlight.engine.weights.packed import FLOATS, weight_name
-from firstlight.engine.weights.patterns import bare, named, with_numbers
+from firstlight.engine.weights.listed import Group, Listed, Numbered, Spelt
+from firstlight.engine.weights.lots import Parameters, experts, parted
+from firstlight.engine.weights.naming import by_pattern, pattern_of, shown
+from firstlight.engine.weights.packed import FLOATS, MAINS, weight_name
+from firstlight.engine.weights.patterns import with_numbers
 from firstlight.engine.weights.source import Source
 
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
 MOST_NAMED = 200  # kinds of tensors that have a finding each
 MOST_COMPARED = 200  # names that a missing one is held against
-_SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", "_zero_point", "_zeros", "_g_idx")
+SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", "_zero_point", "_zeros", "_g_idx")
 
 
 def shape_problem(tensor: TensorInfo, param: Param, source: Source) -> Problem | None:
@@ -44,25 +44,25 @@ def left_over(tensor: TensorInfo, filled: list[str], elements: int) -> Problem:
     return ("shape-mismatch", pattern, f"{elements:,} elements in {len(filled)} parameters", f"{list(tensor.shape)}")
 
 
-def wrong(problem: Problem, where: list[tuple[str, str]], tensors: Mapping[str, TensorInfo]) -> Finding:
-    """One finding for all (tensor, parameter) with the same problem."""
+def wrong(problem: Problem, names: Listed, params: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:
+    """One finding for all tensors, and the parameters they fill, that have the same problem."""
     code, pattern, expected, found = problem
-    names = [tensor for tensor, _ in where]
     if code == "unsupported-format":
         message = (
             f"{len(names):,} tensors are stored as {found}, and config.json does not say how to read that: "
-            f"{shown(names)}"
+            f"{names.shown()}"
         )
         way = "fetch the release's own config.json with its quantization_config, or use an unquantized copy"
     else:
         has = "holds more than is taken by" if expected.endswith("parameters") else "does not have the shape of"
-        message = f"{shown(names)} {has} {pattern_range(pattern, (param for _, param in where))}"
+        filled = params.by_pattern()
+        message = f"{names.shown()} {has} {filled[pattern].range if pattern in filled else params.shown(1)}"
         way = "config.json and weights belong to different releases, or the family misreads a key"
     return fatal(
         code,
         message,
         file=tensors[names[0]].file,
-        tensors=tuple(dict.fromkeys(names)),
+        **listing(list(dict.fromkeys(names)) if len(names) <= MOST_TENSORS else names),
         expected=expected,
         found=found,
         next=way,
@@ -70,53 +70,84 @@ def wrong(problem: Problem, where: list[tuple[str, str]], tensors: Mapping[str, 
 
 
 def twice_findings(
-    twice: Iterable[tuple[str, str]], sources: Mapping[str, Source], tensors: Mapping[str, TensorInfo]
+    twice: Iterable[tuple[Group, Group]], sources: Mapping[str, Source], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[Finding]:
-    """Parameters that two tensors fill: (parameter, the second tensor)."""
-    second = dict(twice)
-    for pattern, names in by_pattern(second).items():
-        one, other = sources[names[0]].tensor, second[names[0]]
+    """Parameters that two tensors fill: groups of them, and the second tensor of each."""
+    for names, seconds in twice:
+        one, other = sources[names[0]].tensor, seconds[0]
+        pairs = zip(names[:MOST_TENSORS], seconds[:MOST_TENSORS], strict=True)
+        both = tuple(dict.fromkeys(tensor for name, second in pairs for tensor in (sources[name].tensor, second)))
+        shown = both if len(names) <= MOST_TENSORS else both[:MOST_TENSORS]
         yield fatal(
             "duplicate-tensor",
-            f"{pattern_range(pattern, names)}: {len(names):,} parameters have two sources, {one} and {other}"
+            f"{names.range}: {len(names):,} parameters have two sources, {one} and {other}"
             + (", and so on" if len(names) > 1 else ""),
             file=tensors[other].file,
-            tensors=tuple(dict.fromkeys(tensor for name in names for tensor in (sources[name].tensor, second[name]))),
+            tensors=shown,
+            more_tensors=2 * len(names) - len(shown) if len(names) > MOST_TENSORS else 0,
             expected="one source",
             found="two",
             next="remove the stale copy from the checkpoint; which of them is meant is not guessed",
         )
 
 
-def split_scales(unconsumed: Iterable[str], tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, str], list[str]]:
-    """Scales by the name of the tensor they belong to, and all other tensors nobody consumes."""
+def paired(twice: Iterable[tuple[str, str]]) -> Iterator[tuple[Group, Group]]:
+    """Pairs of names one by one, by the pattern of the first."""
+    second = dict(twice)
+    for pattern, names in by_pattern(second).items():
+        yield Spelt(pattern, names), Spelt("", [second[name] for name in names])
+
+
+def owners(scale: str) -> Iterator[str]:
+    """What the tensor that a scale belongs to may be called, and the codes of the weight that it is."""
+    base = scale.removesuffix(next(end for end in SCALES if scale.endswith(end)))
+    for name in dict.fromkeys((base, f"{base}.weight", base.replace("input", "weight"))):
+        yield name
+        yield from (name[: len(name) - len(weight)] + codes for codes, weight in MAINS if name.endswith(weight))
+
+
+def split_scales(
+    unconsumed: Iterable[str], consumed: Mapping[str, object], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, str], list[str]]:
+    """Scales by the name of the tensor they belong to, and all other tensors nobody consumes.
+
+    A scale that lies beside codes that nobody consumes either is one of the others.
+    """
     scales: dict[str, str] = {}
     others: list[str] = []
     for name in unconsumed:
-        if not name.endswith(_SCALES):
+        if not name.endswith(SCALES):
             others.append(name)
             continue
-        ending = next(end for end in _SCALES if name.endswith(end))
-        base = name.removesuffix(ending)
-        owner = next((n for n in (base, f"{base}.weight", base.replace("input", "weight")) if n in tensors), base)
-        scales[name] = owner
+        possible = list(owners(name))
+        owner = next((one for one in possible if one in tensors), possible[0])
+        if owner in tensors and owner not in consumed:
+            others.append(name)
+        else:
+            scales[name] = owner
     return scales, others
 
 
 def scale_findings(
-    scales: Mapping[str, str], consumed: Mapping[str, object], tensors: Mapping[str, TensorInfo]
+    scales: Mapping[str, str],
+    lone: Iterable[Group],
+    consumed: Mapping[str, object],
+    tensors: Mapping[str, TensorInfo],
 ) -> Iterator[Finding]:
-    """Scales that nothing announces, scales of nothing, and 8-bit tensors without a scale though others have."""
+    """Scales that nothing announces, scales of nothing, and 8-bit tensors without a scale though others have.
+
+    `lone`: whole groups of scales of nothing.
+    """
     paired = [name for name, owner in scales.items() if owner in consumed]
     alone = [name for name, owner in scales.items() if owner not in consumed]
     plain = [name for name in paired if tensors[scales[name]].dtype in FLOATS]
     unannounced = [name for name in paired if tensors[scales[name]].dtype not in FLOATS]
-    for pattern, names in by_pattern(plain).items():
+    for names in Listed(plain).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{pattern_range(pattern, names)}: {len(names):,} scales beside tensors that are not quantized",
+            f"{names.range}: {len(names):,} scales beside tensors that are not quantized",
             file=tensors[names[0]].file,
-            tensors=tuple(names),
+            **listing(names),
             expected="quantized tensors",
             found=f"tensors in {tensors[scales[names[0]]].dtype}",
             next="fetch the release again: scales and tensors belong to different copies",
@@ -126,31 +157,31 @@ def scale_findings(
             "unsupported-format",
             f"{shown(unannounced)}: {len(unannounced):,} scales of tensors that config.json does not announce",
             file=tensors[unannounced[0]].file,
-            tensors=tuple(unannounced),
+            **listing(unannounced),
             expected="a quantization_config that says how they are stored",
             found="tensors in " + ", ".join(sorted({tensors[scales[name]].dtype for name in unannounced})),
             next="fetch the release's own config.json; how tensors are quantized is not guessed",
         )
-    for pattern, names in by_pattern(alone).items():
+    for names in Listed(alone, lone).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{pattern_range(pattern, names)}: {len(names):,} scales without the tensors they belong to",
+            f"{names.range}: {len(names):,} scales without the tensors they belong to",
             file=tensors[names[0]].file,
-            tensors=tuple(names),
-            expected=f"a tensor {scales[names[0]]}",
+            **listing(names),
+            expected=f"a tensor {next(owners(names[0]))}",
             found="the scale alone",
             next="fetch the shard that holds the tensor, or the index that lists it",
         )
-    owners = set(scales.values())
+    owned = set(scales.values())
     # What is announced has been held against its scales already.
     among = consumed if unannounced else ()
-    bare = [name for name in among if tensors[name].dtype.startswith("F8_E") and name not in owners]
-    for pattern, names in by_pattern(bare).items():
+    bare = [name for name in among if tensors[name].dtype.startswith("F8_E") and name not in owned]
+    for names in Listed(bare).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{pattern_range(pattern, names)}: {len(names):,} quantized tensors without a scale",
+            f"{names.range}: {len(names):,} quantized tensors without a scale",
             file=tensors[names[0]].file,
-            tensors=tuple(names),
+            **listing(names),
             expected="a scale for each, as other tensors have",
             found="none",
             next="fetch the shard that holds the scale; a scale of one is never put in its place",
@@ -158,160 +189,194 @@ def scale_findings(
 
 
 def missing_findings(
-    missing: Iterable[str],
+    missing: Mapping[str, Numbered],
     params: Parameters,
-    candidates: Mapping[str, list[str]],
+    candidates: Mapping[str, Group],
     tensors: Mapping[str, TensorInfo],
     tied_head: bool,
-    lost: Mapping[str, str],
+    lost: Mapping[str, Mapping[tuple[int, ...], str]],
 ) -> Iterator[Finding]:
     """Parameters without a tensor, with how many of the same pattern have one, and where they might be.
 
-    `candidates`: tensors that nothing consumes, by pattern. `lost`: parameter -> the file, absent or broken, that
-    should have held it.
+    `candidates`: tensors that nothing consumes, by pattern. `lost`: pattern and numbers of a parameter -> the file,
+    absent or broken, that should have held it.
     """
-    missing = list(missing)
-    if not missing:
-        return
-    yield from _lost_findings([name for name in missing if name in lost], lost)
-    missing = [name for name in missing if name not in lost]
+    yield from _lost_findings(missing, lost)
+    missing = _but(missing, lambda pattern, row: row not in lost.get(pattern, ()))
+    near = _Nearest(candidates, tensors) if missing else None
     absent = _absent_layers(missing, params)
-    whole = [name for name in missing if params[name].layer in absent]
-    if whole and not any(_nearest(p, found, params, candidates, tensors) for p, found in by_pattern(whole).items()):
-        yield _layers_finding(whole, absent)
-        missing = [name for name in missing if params[name].layer not in absent]
-    for pattern, names in by_pattern(missing).items():
+    gone, layers = _but(missing, lambda pattern, row: _layer(pattern, row, params) in absent), sorted(absent)
+    if gone and not any(near.of(names, params) for names in gone.values() if near is not None):
+        yield _layers_finding(Listed(groups=gone.values()), layers)
+        missing = _but(missing, lambda pattern, row: _layer(pattern, row, params) not in absent)
+    for pattern, names in missing.items():
         total = params.count(pattern)
         way = "find the tensors under another name and add a weight rule; values are never made up"
-        if near := _nearest(pattern, names, params, candidates, tensors):
-            way = f"perhaps {near}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
-        elif names == ["head.weight"] and not tied_head and "embed.weight" not in missing:
+        if near is not None and (found := near.of(names, params)):
+            way = (
+                f"perhaps {found}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
+            )
+        elif list(names) == ["head.weight"] and not tied_head and "embed.weight" not in missing:
             way = "fetch the shard with the output head; if the release ties it, tie_word_embeddings must say so"
         yield fatal(
             "missing-tensor",
-            f"{pattern_range(pattern, names)}: {total - len(names):,} of {total:,} parameters filled",
-            tensors=tuple(names),
+            f"{names.range}: {total - len(names):,} of {total:,} parameters filled",
+            **listing(names),
             expected=f"{total:,} filled",
             found=f"{total - len(names):,} filled",
             next=way,
         )
 
 
-def _absent_layers(missing: Iterable[str], params: Parameters) -> list[int]:
+def _but(missing: Mapping[str, Numbered], is_chosen: Callable[[str, tuple[int, ...]], bool]) -> dict[str, Numbered]:
+    """The parameters that are chosen by their pattern and numbers."""
+    found = {pattern: [row for row in names.rows if is_chosen(pattern, row)] for pattern, names in missing.items()}
+    return {pattern: Numbered(pattern, rows) for pattern, rows in found.items() if rows}
+
+
+def _layer(pattern: str, row: tuple[int, ...], params: Parameters) -> int | None:
+    return row[0] if params.end(pattern) is None else None
+
+
+def _absent_layers(missing: Mapping[str, Numbered], params: Parameters) -> set[int]:
     """Layers of which nothing is there."""
-    lacking = Counter(params[name].layer for name in missing)
-    if not lacking:
-        return []
-    every = params.in_layers()
-    return sorted(n for n, count in lacking.items() if count == every[n] and n not in (FIRST_STAGE, LAST_STAGE))
+    lacking: Counter[int] = Counter()
+    for pattern, names in missing.items():
+        if params.end(pattern) is None:
+            lacking.update(row[0] for row in names.rows)
+    every = params.in_layers() if lacking else {}
+    return {layer for layer, count in lacking.items() if count == every[layer]}
 
 
-def _layers_finding(names: list[str], layers: list[int]) -> Finding:
+def _layers_finding(names: Listed, layers: list[int]) -> Finding:
     """One finding for all parameters of layers that are absent as a whole."""
     which = with_numbers(".*", [layers]).removeprefix(".")
     return fatal(
         "missing-tensor",
         f"layer{'s' if len(layers) > 1 else ''} {which}: no tensor at all, {len(names):,} parameters are not filled",
-        tensors=tuple(names),
+        **listing(names),
         expected=f"{len(names):,} filled",
         found="0 filled",
         next="fetch the shards that hold these layers; if the release has fewer, config.json is of another one",
     )
 
 
-def _lost_findings(names: list[str], lost: Mapping[str, str]) -> Iterator[Finding]:
+def _lost_findings(
+    missing: Mapping[str, Numbered], lost: Mapping[str, Mapping[tuple[int, ...], str]]
+) -> Iterator[Finding]:
     """One finding a file for all that it should have held."""
-    by_file: dict[str, list[str]] = {}
-    for name in names:
-        by_file.setdefault(lost[name], []).append(name)
-    for file, mine in by_file.items():
+    by_file: dict[str, dict[str, list[tuple[int, ...]]]] = {}
+    for pattern, names in missing.items():
+        files = lost.get(pattern, {})
+        for row in names.rows if files else ():
+            if (file := files.get(row)) is not None:
+                by_file.setdefault(file, {}).setdefault(pattern, []).append(row)
+    for file, found in by_file.items():
+        mine = Listed(groups=[Numbered(pattern, rows) for pattern, rows in found.items()])
         yield fatal(
             "missing-tensor",
             f"{len(mine):,} {'parameter has' if len(mine) == 1 else 'parameters have'} no source, since {file}, which "
             "should hold them, is not there, is broken or lacks them",
             file=file,
-            tensors=tuple(mine),
+            **listing(mine),
             expected=f"{len(mine):,} filled",
             found="0 filled",
             next=f"fetch {file} again, and the index with it",
         )
 
 
-def _nearest(
-    pattern: str,
-    names: list[str],
-    params: Mapping[str, Param],
-    candidates: Mapping[str, list[str]],
-    tensors: Mapping[str, TensorInfo],
-) -> str | None:
-    """The unconsumed tensors that are as many and of the same shape, the most alike by name."""
-    fitting = [
-        other
-        for other, found in candidates.items()
-        if len(found) == len(names) and tensors[found[0]].shape == params[names[0]].shape
-    ]
-    if not fitting:
-        return None
-    if len(fitting) > MOST_COMPARED:  # those that end alike, if there are any
-        fitting = [other for other in fitting if other.rpartition(".")[2] == pattern.rpartition(".")[2]] or fitting
-    fitting = fitting[:MOST_COMPARED]
-    best = max(fitting, key=lambda other: difflib.SequenceMatcher(None, pattern, other).ratio())
-    return pattern_range(best, candidates[best])
+class _Nearest:
+    """Unconsumed tensors by how many there are and what shape they have."""
+
+    def __init__(self, candidates: Mapping[str, Group], tensors: Mapping[str, TensorInfo]) -> None:
+        self._found: dict[tuple[int, tuple[int, ...]], list[Group]] = {}
+        for group in candidates.values():
+            self._found.setdefault((len(group), tensors[group[0]].shape), []).append(group)
+
+    def of(self, names: Numbered, params: Parameters) -> str | None:
+        """Those that are as many as these parameters and of the same shape, the most alike by name."""
+        shape = params[names[0]].shape
+        fitting, pattern = self._found.get((len(names), shape), []), names.pattern
+        if len(fitting) > MOST_COMPARED:  # those that end alike, if there are any
+            ending = pattern.rpartition(".")[2]
+            fitting = [other for other in fitting if other.pattern.rpartition(".")[2] == ending] or fitting
+        if not fitting:
+            return None
+        alike = difflib.SequenceMatcher(None, pattern)
+        return max(fitting[:MOST_COMPARED], key=lambda other: _likeness(alike, other.pattern)).range
 
 
-def unconsumed_findings(
-    groups: Mapping[str, list[str]], ranges: Mapping[str, str], tensors: Mapping[str, TensorInfo]
-) -> Iterator[Finding]:
-    """Tensors that no parameter takes, by pattern; `ranges`: patterns with their numbers, where these are known.
+def _likeness(to: difflib.SequenceMatcher[str], pattern: str) -> float:
+    to.set_seq2(pattern)
+    return to.ratio()
 
-    Behind the first `MOST_NAMED` patterns all others are one finding.
-    """
-    for pattern, names in islice(groups.items(), MOST_NAMED):
-        yield _unconsumed(ranges.get(pattern) or pattern_range(pattern, names), names, tensors)
-    rest = [name for names in islice(groups.values(), MOST_NAMED, None) for name in names]
+
+def unconsumed_findings(groups: Mapping[str, Group], tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    """Tensors that no parameter takes, by pattern; behind the first `MOST_NAMED` all others are one finding."""
+    for names in islice(groups.values(), MOST_NAMED):
+        yield _unconsumed(names.range, names, tensors)
+    rest = Listed(groups=islice(groups.values(), MOST_NAMED, None))
     if rest:
         yield _unconsumed(f"{len(groups) - MOST_NAMED:,} kinds more, as {rest[0]}", rest, tensors)
 
 
-def _unconsumed(what: str, names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+def _unconsumed(what: str, names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Finding:
     return fatal(
         "unconsumed-tensor",
         f"{what}: {len(names):,} tensors that no parameter consumes",
         file=tensors[names[0]].file,
-        tensors=tuple(names),
+        **listing(names),
         expected="a weight rule, or a rule that leaves it out with a reason",
         found="no rule",
         next="add the rule to the family file: dropping weights in silence is not offered",
     )
 
 
-def lost(checkpoint: Checkpoint, matcher: Matcher, params: Parameters) -> dict[str, str]:
-    """Parameters whose tensors are in files that are absent or broken, as the index has it: parameter -> file."""
-    found: dict[str, str] = {}
-    for finding in checkpoint.findings:
-        if finding.severity == "fatal" and finding.file:
-            names = [name for name in finding.tensors if name not in checkpoint.tensors]
-            for pattern, group_ in by_pattern(names).items():
-                found.update(dict.fromkeys(_filled(pattern, group_, matcher, params), finding.file))
+def lost(checkpoint: Checkpoint, matcher: Matcher, params: Parameters) -> dict[str, dict[tuple[int, ...], str]]:
+    """Parameters whose tensors are in files that are absent or broken: pattern and numbers -> file.
+
+    That is what the index lists and no header has, and what headers say wrongly.
+    """
+    found: dict[str, dict[tuple[int, ...], str]] = {}
     if not checkpoint.tensors and len(checkpoint.shards) == 1:  # there is one file, and it cannot be read
         (file,) = checkpoint.shards
-        found.update((name, file) for name in params if name not in found)
+        for name in params:
+            pattern, numbers = parted(name)
+            found.setdefault(pattern, {})[numbers] = file
+    for group, files in _absent(checkpoint):
+        for pattern, row, file in _filled(group, files, matcher, params):
+            found.setdefault(pattern, {})[row] = file
     return found
 
 
-def _filled(pattern: str, names: list[str], matcher: Matcher, params: Parameters) -> Iterator[str]:
-    """The parameters that tensors of one pattern would fill, whatever their shapes."""
-    weights = [weight_name(name) or name for name in names]
-    template = matcher.match_kind(weight_name(pattern) or pattern, weights[0], lambda: weights)
-    for param in template[1] if template is not None else ():
-        filled = named(bare(pattern, names), len(names), param)
-        if "{e}" in param or filled is None:
-            break
-        yield from filled
-    else:
-        if template is not None:
-            return
-    for weight in weights:
+def _absent(checkpoint: Checkpoint) -> Iterator[tuple[Group, Sequence[str]]]:
+    """Tensors that should be there and are not, by pattern, with the file of each."""
+    files = checkpoint.absent
+    if not isinstance(files, dict):
+        yield from files.by_pattern()
+        return
+    for pattern, names in by_pattern(files).items():
+        yield Spelt(pattern, names), [files[name] for name in names]
+
+
+def _filled(
+    group: Group, files: Sequence[str], matcher: Matcher, params: Parameters
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """The parameters that tensors of one pattern would fill, whatever their shapes, with the file of each tensor."""
+
+    def weights() -> list[str]:
+        return [weight_name(name) or name for name in group]
+
+    kind, first = (weight_name(name) or name for name in (group.pattern, group[0]))
+    if matcher.knows_none_of(kind):
+        return
+    template = matcher.match_kind(kind, first, weights)
+    if template is not None and not any("{e}" in param for param in template[1]):
+        rows = group.rows if isinstance(group, Numbered) else [parted(name)[1] for name in group]
+        for param in template[1]:
+            yield from zip(repeat(param), rows, files, strict=False)
+        return
+    for weight, file in zip(weights(), files, strict=True):
         match = matcher.match(weight)
         for param in match.params if match is not None else ():
-            yield from experts(param, params)
+            yield from ((*parted(name), file) for name in experts(param, params))

@@ -10,7 +10,7 @@ import json
 import math
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter, sub
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.findings import Finding, fatal, listing, warning
 from firstlight.engine.weights.json_text import ENDLESS, is_endless
 from firstlight.engine.weights.other_formats import foreign, refuse_other_formats
 from firstlight.engine.weights.sources.base import AnyPath
@@ -227,12 +227,13 @@ def _unreadable(path: AnyPath, error: OSError) -> Finding:
     )
 
 
-def _truncated(file: str, expected: int, size: int, tensors: tuple[str, ...]) -> Finding:
+def truncated(file: str, expected: int, size: int, tensors: Sequence[str]) -> Finding:
+    """The finding for a file that ends before its tensors do, which are to end at `expected`."""
     return fatal(
         "truncated-shard",
         f"{file} lacks its last {expected - size:,} bytes (Range: bytes={size}-{expected - 1})",
         file=file,
-        tensors=tensors,
+        **named(tensors),
         expected=f"{expected:,} bytes",
         found=f"{size:,} bytes",
         next=f"fetch bytes {size}-{expected - 1} of {file} again",
@@ -333,12 +334,12 @@ def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]
         except UnicodeEncodeError:
             groups.setdefault("a key that is no text", []).append(name)
     findings = [
-        _invalid(file, names, problem, "dtype text, shape and data_offsets sizes", problem)
+        invalid(file, names, problem, "dtype text, shape and data_offsets sizes", problem)
         for problem, names in groups.items()
     ]
     if twice:
         problem = "a key that occurs twice"
-        findings.append(_invalid(file, list(twice), problem, "every key once", "two values for one key"))
+        findings.append(invalid(file, list(twice), problem, "every key once", "two values for one key"))
     return entries, findings
 
 
@@ -372,7 +373,7 @@ def _check(
     end = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=base)
     for kind, cases in wrong.items():
         _, expected, found = cases[0]
-        findings.append(_invalid(file, [name for name, _, _ in cases], kind, expected, found))
+        findings.append(invalid(file, [name for name, _, _ in cases], kind, expected, found))
     findings.extend(_size_problems(file, size, end, tensors, whole=not findings))
     return tuple(tensors), findings
 
@@ -394,16 +395,21 @@ def _layout(base: int, tensors: list[TensorInfo]) -> Mapping[str, list[tuple[str
 def _size_problems(file: str, size: int, end: int, tensors: list[TensorInfo], whole: bool) -> Iterator[Finding]:
     if end > size:
         cut = tuple(tensor.name for tensor in tensors if tensor.offset_bytes + tensor.nbytes > size)
-        yield _truncated(file, end, size, cut)
+        yield truncated(file, end, size, cut)
     elif end < size and whole:
-        yield fatal(
-            "trailing-bytes",
-            f"{file} holds {size - end:,} byte{'' if size - end == 1 else 's'} that no tensor claims",
-            file=file,
-            expected=f"{end:,} bytes",
-            found=f"{size:,} bytes",
-            next="fetch the file again: header and contents do not belong together",
-        )
+        yield trailing(file, end, size)
+
+
+def trailing(file: str, end: int, size: int) -> Finding:
+    """The finding for a file that goes on where its tensors end."""
+    return fatal(
+        "trailing-bytes",
+        f"{file} holds {size - end:,} byte{'' if size - end == 1 else 's'} that no tensor claims",
+        file=file,
+        expected=f"{end:,} bytes",
+        found=f"{size:,} bytes",
+        next="fetch the file again: header and contents do not belong together",
+    )
 
 
 def _metadata_problems(file: str, text: bytearray) -> Iterator[Finding]:
@@ -453,29 +459,40 @@ def _entry_problem(entry: _Entry) -> tuple[str, str, str]:
     absent = [key for key in _Entry.__struct_fields__ if getattr(entry, key) is None]
     if entry.dtype is None or entry.shape is None or entry.data_offsets is None:
         return f"an entry without {' and '.join(absent)}", "dtype, shape and data_offsets", f"no {', '.join(absent)}"
-    if entry.dtype not in DTYPE_BITS:
-        return "an unknown dtype", "one of " + ", ".join(DTYPE_BITS), _readable(entry.dtype[:40])
-    if len(entry.shape) > MAX_DIMS:
-        return "a shape of too many dims", f"at most {MAX_DIMS} dims", f"{len(entry.shape):,} dims"
-    begin, end = entry.data_offsets
-    bits = math.prod(entry.shape) * DTYPE_BITS[entry.dtype]
-    form = f"{entry.dtype} {list(entry.shape)}"[:120]
+    return entry_problem(entry.dtype, entry.shape, entry.data_offsets)
+
+
+def entry_problem(dtype: str, shape: tuple[int, ...], offsets: tuple[int, int]) -> tuple[str, str, str]:
+    """The same of an entry that has everything."""
+    if dtype not in DTYPE_BITS:
+        return "an unknown dtype", "one of " + ", ".join(DTYPE_BITS), _readable(dtype[:40])
+    if len(shape) > MAX_DIMS:
+        return "a shape of too many dims", f"at most {MAX_DIMS} dims", f"{len(shape):,} dims"
+    begin, end = offsets
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    form = f"{dtype} {list(shape)}"[:120]
     if bits % 8:
         return "a packed tensor that ends inside a byte", "a whole number of bytes", f"{form}: {bits % 8} bits over"
     return "a length that is not its shape's", f"{_amount(bits // 8)} for {form}", f"{_amount(end - begin)}"
+
+
+def named(names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a finding that say which tensors it is about: all that are spelt, of very many some."""
+    return {"tensors": tuple(names)} if isinstance(names, list | tuple) else listing(names)
 
 
 def _amount(nbytes: int) -> str:
     return f"{nbytes:,} bytes" if abs(nbytes) < 1 << 80 else "more than 2^80 bytes"
 
 
-def _invalid(file: str, names: list[str], problem: str, expected: str, found: str) -> Finding:
+def invalid(file: str, names: Sequence[str], problem: str, expected: str, found: str) -> Finding:
+    """The finding for entries of a header that all have one problem."""
     more = f", and {len(names) - 1:,} tensors more" if len(names) > 1 else ""
     return fatal(
         "header-invalid",
         f"the header of {file} is inconsistent: {names[0]!r}{more}: {problem}",
         file=file,
-        tensors=tuple(names),
+        **named(names),
         expected=expected,
         found=found,
         next="fetch the file again, or report it to whoever wrote it",

@@ -9,17 +9,18 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, eq
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.findings import Finding, fatal, listing, note, warning
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.json_text import colons, decode, keys_twice, why_no_json
+from firstlight.engine.weights.listed import Listed
 
 if TYPE_CHECKING:
     from firstlight.engine.weights.weight_map import WeightMap
@@ -226,83 +227,138 @@ def files_of(weight_map: dict[str, str] | WeightMap) -> set[str]:
     return set(weight_map.values() if isinstance(weight_map, dict) else weight_map.files)
 
 
-def names_in(weight_map: dict[str, str] | WeightMap, files: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The tensors that an index places in each of these files, sorted."""
+def names_in(weight_map: dict[str, str] | WeightMap, files: Iterable[str]) -> dict[str, Sequence[str]]:
+    """The tensors that an index places in each of these files, sorted; of very many, kind by kind."""
     if not isinstance(weight_map, dict):
-        return {file: tuple(sorted(weight_map.names_in(file))) for file in files}
+        found_in = {file: weight_map.names_in(file) for file in files}
+        return {file: sorted(names) if isinstance(names, list) else names for file, names in found_in.items()}
     found: dict[str, list[str]] = {file: [] for file in files}
     for name, file in weight_map.items():
         if file in found:
             found[file].append(name)
-    return {file: tuple(sorted(names)) for file, names in found.items()}
+    return {file: sorted(names) for file, names in found.items()}
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+_LAYERS = re.compile(r"(?:^|\.)layers\.\*\.")
 
 
-def held(tensors: Iterable[str]) -> str:
+def held(tensors: Sequence[str]) -> str:
     """In words what a file holds: `14 tensors of layers 3 to 5`, `15 tensors: 14 of layer 3, 1 of no layer`."""
-    found = [_LAYER.search(name) for name in tensors]
-    layers = [int(match[1]) for match in found if match is not None]
-    count = f"{len(found):,} tensor{'' if len(found) == 1 else 's'}"
+    count = f"{len(tensors):,} tensor{'' if len(tensors) == 1 else 's'}"
+    layers, of_layers = _layers_of(tensors)
     if not layers:
         return count
-    low, high, apart = min(layers), max(layers), len(found) - len(layers)
+    low, high, apart = min(layers), max(layers), len(tensors) - of_layers
     which = f"layer {low}" if low == high else f"layers {low} to {high}"
-    return f"{count}: {len(layers):,} of {which}, {apart:,} of no layer" if apart else f"{count} of {which}"
+    return f"{count}: {of_layers:,} of {which}, {apart:,} of no layer" if apart else f"{count} of {which}"
+
+
+def _layers_of(tensors: Sequence[str]) -> tuple[set[int], int]:
+    """The layers that tensors are of, and how many of them are of any."""
+    if not isinstance(tensors, Listed):
+        found = [int(match[1]) for match in map(_LAYER.search, tensors) if match is not None]
+        return set(found), len(found)
+    layers, count = set[int](), 0
+    for pattern, group in tensors.by_pattern().items():
+        if (match := _LAYERS.search(pattern)) is not None:
+            layers.update(group.columns[pattern[: match.start()].count("*")])
+            count += len(group)
+    return layers, count
+
+
+class Differences(NamedTuple):
+    """What is not the same in an index and in headers.
+
+    `unlisted`: tensors that the index lacks, in `unlisted_files`. `absent`: tensors that no header has, with their file
+    by the index. `moved`: tensors in other files than the index says, which has the first of them in `moved_from`.
+    """
+
+    unlisted: Sequence[str]
+    unlisted_files: Sequence[str]
+    absent: dict[str, str] | WeightMap
+    moved: Sequence[str]
+    moved_from: str
+
+
+def differences(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Differences:
+    """What is not the same in an index and in headers, name by name."""
+    if len(index) == len(tensors) and all(map(eq, map(index.get, tensors), map(attrgetter("file"), tensors.values()))):
+        return Differences((), (), {}, (), "")
+    unlisted = [name for name in tensors if name not in index]
+    moved = [name for name, file in index.items() if name in tensors and tensors[name].file != file]
+    return Differences(
+        unlisted,
+        sorted({tensors[name].file for name in unlisted}),
+        {name: file for name, file in index.items() if name not in tensors},
+        moved,
+        index[moved[0]] if moved else "",
+    )
 
 
 def against_headers(
-    index: Mapping[str, str],
+    found: Differences,
     tensors: Mapping[str, TensorInfo],
     files: Iterable[str],
     broken: Iterable[str],
-    invalid: Container[str] = (),
+    invalid: Sequence[Finding] = (),
 ) -> Iterator[Finding]:
     """What the index says of the files that were read, held against their headers.
 
-    `broken` files have none; `invalid` are tensors that are in a header, whose entries were found wrong already.
+    `broken` files have none; `invalid` says of which tensors the entries in headers were found wrong already.
     """
-    if len(index) == len(tensors) and all(map(eq, map(index.get, tensors), map(attrgetter("file"), tensors.values()))):
-        return
-    unlisted = tuple(name for name in tensors if name not in index)
-    if unlisted:
+    if unlisted := found.unlisted:
         yield warning(
             "unlisted-tensor",
             f"{len(unlisted):,} {'tensor is' if len(unlisted) == 1 else 'tensors are'} present in shards but unlisted "
             "in the index; headers are the truth",
             file=INDEX,
-            tensors=unlisted,
+            **listing(unlisted),
             expected="every tensor listed",
-            found=f"present in shard, unlisted: {', '.join(sorted({tensors[name].file for name in unlisted})[:4])}",
+            found=f"present in shard, unlisted: {', '.join(found.unlisted_files[:4])}",
             next="rebuild the index; the tensors are used as found",
         )
-    readable = set(files) - set(broken)
-    absent: dict[str, list[str]] = defaultdict(list)
-    for name, file in index.items():
-        if file in readable and name not in tensors and name not in invalid:
-            absent[file].append(name)
-    for file, names in absent.items():
+    for file, names in _of_readable(found.absent, set(files) - set(broken), invalid):
         yield fatal(
             "stale-index",
             f"the index places {held(names)} in {file} that its header does not have",
             file=file,
-            tensors=tuple(names),
+            **listing(names),
             expected=f"{len(names):,} tensor{'' if len(names) == 1 else 's'} in {file}",
             found="absent",
             next="fetch index and shard again from the same revision",
         )
-    moved = tuple(name for name, file in index.items() if name in tensors and tensors[name].file != file)
-    if moved:
+    if moved := found.moved:
         yield warning(
             "stale-index",
             f"{len(moved):,} tensors are in other shards than the index says; headers are the truth",
             file=INDEX,
-            tensors=moved,
-            expected=f"{moved[0]} in {index[moved[0]]}",
+            **listing(moved),
+            expected=f"{moved[0]} in {found.moved_from}",
             found=f"in {tensors[moved[0]].file}",
             next="rebuild the index; the tensors are used as found",
         )
+
+
+def _of_readable(
+    absent: dict[str, str] | WeightMap, readable: set[str], invalid: Sequence[Finding]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """The absent tensors of each of these files but for those that are there and invalid."""
+    said = {name for finding in invalid for name in finding.tensors}
+    if isinstance(absent, dict):
+        lists: dict[str, list[str]] = defaultdict(list)
+        for name, file in absent.items():
+            lists[file].append(name)
+        found: Mapping[str, Sequence[str]] = lists
+    else:
+        found = {file: absent.names_in(file) for file in absent.files}
+    for file, names in found.items():
+        if isinstance(names, list):
+            names = [name for name in names if name not in said]
+        elif len(names) == sum(len(one.tensors) + one.more_tensors for one in invalid if one.file == file):
+            continue
+        if names and file in readable:
+            yield file, names
 
 
 def against_payload(index: Index, payload_bytes: int) -> Iterator[Finding]:

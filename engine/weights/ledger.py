@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, note, warning
+from firstlight.engine.findings import Finding, gathered, listing, note, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -22,11 +22,11 @@ from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.formats.telltale import by_files, by_names
 from firstlight.engine.weights.gaps import (
-    MOST_NAMED,
     Problem,
     left_over,
     lost,
     missing_findings,
+    paired,
     scale_findings,
     shape_problem,
     split_scales,
@@ -36,8 +36,9 @@ from firstlight.engine.weights.gaps import (
 )
 from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
+from firstlight.engine.weights.listed import Group, Listed
 from firstlight.engine.weights.lots import Consumed, Parameters, Sources, experts
-from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range, shown
+from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range
 from firstlight.engine.weights.packed import (
     FLOATS,
     group,
@@ -50,7 +51,7 @@ from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padde
 from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread, without_consequences
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
-from firstlight.engine.weights.wholesale import enter_kinds, strangers
+from firstlight.engine.weights.wholesale import Stock, enter_kinds, lone_scales, strangers
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 
@@ -64,14 +65,15 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     A quantized weight's tensors are consumed by the parameters that it fills, scales and all. `fills`: of kinds that
     were entered at once, pattern of tensor names -> pattern of parameters, with the same numbers in both; `strangers`
     are patterns of which nothing is consumed. Of very many
-    tensors `sources` and `consumed` make entries when they are asked for (`lots.py`), and are no dicts.
+    tensors `sources` and `consumed` make entries when they are asked for (`lots.py`), and are no dicts; so do `missing`
+    and `unconsumed` with names, pattern by pattern (`listed.py`).
     """
 
     sources: Mapping[str, Source]
     consumed: Mapping[str, tuple[str, ...]]
     left_out: dict[str, str]
-    missing: tuple[str, ...]
-    unconsumed: tuple[str, ...]
+    missing: Sequence[str]
+    unconsumed: Sequence[str]
     findings: tuple[Finding, ...]
     fills: dict[str, str] = {}
     strangers: frozenset[str] = frozenset()
@@ -113,19 +115,17 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
     Nothing is read but two tied heads, and the tails of padded tensors.
     Quantized weights are put together first, codes with their scales, as the configuration and the headers have them.
     """
-    params = Parameters(spec)
     scheme, findings = scheme_of(checkpoint)
-    book = _Book(params, checkpoint, scheme)
-    kinds = stock(checkpoint.tensors) if kinds is None else kinds
-    enter_kinds(book, kinds, matcher)
-    book.strangers = strangers(
-        [kind for kind in kinds if kind.pattern not in book.fills.keys() | book.entered], matcher, scheme
-    )
-    strange = {kind.pattern for kind in book.strangers} | book.fills.keys() | book.entered
-    left = (book.rest.get(kind.pattern, kind) for kind in kinds if kind.pattern not in strange)
-    rest = (tensor for kind in left for tensor in kind.tensors)
-    others = {tensor.name: tensor for tensor in rest if tensor.name not in book.consumed}
-    grouped = group(others, scheme, book.broken)
+    book = _Book(Parameters(spec), checkpoint, scheme, Stock(stock(checkpoint.tensors) if kinds is None else kinds))
+    enter_kinds(book, matcher)
+    strange = strangers(book.stock.rest, matcher, scheme)
+    book.strangers += strange
+    book.stock.take(strange)
+    book.lone = lone_scales(book.stock, matcher)
+    book.stock.take(book.lone)
+    rest = (tensor for kind in book.stock.rest for tensor in kind.tensors)
+    others = {tensor.name: tensor for tensor in rest}
+    grouped = group(others, scheme, book.broken, checkpoint.tensors)
     book.findings.extend((*findings, *grouped.findings))
     for tensor in others.values():
         if tensor.name in grouped.companions:
@@ -136,13 +136,13 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
         else:
             broken = grouped.broken.get(tensor.name)
             book.enter(tensor, matcher.match(broken or tensor.name), sound=broken is None)
-    book.leave_out(grouped.companions | book.beside)
+    book.leave_out(grouped.companions)
     book.settle_head(spec)
-    ledger = book.close(spec, lost(checkpoint, matcher, params))
+    ledger = book.close(spec, lost(checkpoint, matcher, book.params))
     said = ledger.findings
-    if not scheme.groups and not findings and (tool := by_names(ledger.unconsumed)) is not None:
+    if not scheme.groups and not findings and (tool := by_names(Listed.firsts(ledger.unconsumed))) is not None:
         findings, said = (tool,), (tool, *said)
-    return msgspec.structs.replace(ledger, findings=tuple(without_consequences(said, findings)))
+    return msgspec.structs.replace(ledger, findings=gathered(without_consequences(said, findings)))
 
 
 def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
@@ -164,27 +164,28 @@ def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
 class _Book:
     """The account while it is being written."""
 
-    def __init__(self, params: Parameters, checkpoint: Checkpoint, scheme: Scheme) -> None:
+    def __init__(self, params: Parameters, checkpoint: Checkpoint, scheme: Scheme, stock: Stock) -> None:
         self.params = params
         self.checkpoint = checkpoint
         self.scheme = scheme
+        self.stock = stock
         self.sources = Sources()
         self.consumed = Consumed(checkpoint.tensors)
         self.left_out: dict[str, str] = {}
         self.unconsumed: list[str] = []
         self.findings: list[Finding] = []
         self.problems: dict[Problem, list[tuple[str, str]]] = {}
-        self.twice: list[tuple[str, str]] = []
+        self.shapes: dict[Problem, list[tuple[Group, Group]]] = {}  # the same of kinds
+        self.doubles: list[tuple[str, str]] = []
+        self.twice: list[tuple[Group, Group]] = []  # the same of kinds
         self.padded: dict[str, Param] = {}  # longer tensor -> the parameter that its first rows are
         self.regions: dict[tuple[int, ...], Region] = {}
         self.fills: dict[str, str] = {}
-        self.rest: dict[str, Kind] = {}  # of a kind that was entered at once but for these
-        self.broken: dict[Mismatch, list[TensorInfo]] = {}  # why codes are no weights -> these codes
-        self.beside: set[str] = set()  # scales of these
-        self.entered: set[str] = set()  # kinds of these scales
-        self.plain: list[str] = []  # though announced as quantized
+        self.broken: dict[Mismatch, Listed] = {}  # why codes are no weights -> these codes
+        self.plain = Listed()  # though announced as quantized
         self.companions: set[str] = set()
         self.strangers: list[Kind] = []  # of which nothing is consumed
+        self.lone: list[Kind] = []  # scales of nothing
 
     def enter(self, tensor: TensorInfo, match: Match | None, sound: bool = True) -> None:
         """A tensor that is a weight as it is; one that is not `sound` has been found wrong already."""
@@ -237,7 +238,7 @@ class _Book:
             if param is None:
                 continue
             if name in self.sources:
-                self.twice.append((name, tensor.name))
+                self.doubles.append((name, tensor.name))
             elif problem := shape_problem(seen, param, source):
                 self._wrong(problem, tensor, name)
                 sound = False
@@ -296,7 +297,8 @@ class _Book:
 
     def leave_out(self, companions: set[str]) -> None:
         """Of what nobody consumes: scales of activations and caches, which have a reason, and scales of the broken."""
-        self.companions = {name for name in companions if name not in self.consumed and name not in self.left_out}
+        gone = set(self.unconsumed) | self.left_out.keys()
+        self.companions = {name for name in companions if name not in self.consumed and name not in gone}
         unknown = []
         for name in self.unconsumed:
             reason = left_out(name) if self.scheme.method else None
@@ -326,10 +328,10 @@ class _Book:
         say = warning if none else note
         return say(
             "conflicting-flag",
-            f"{shown(self.plain)}: {len(self.plain):,} tensors are stored plain, though config.json counts them among "
+            f"{self.plain.shown()}: {len(self.plain):,} tensors are stored plain, though config.json counts them among "
             f"the quantized ({self.scheme.method}); read as stored",
             file="config.json",
-            tensors=tuple(self.plain),
+            **listing(self.plain),
             expected=", ".join(format_.describe() for format_ in self.scheme.formats),
             found=self.checkpoint.tensors[self.plain[0]].dtype,
             next="remove quantization_config if the copy was unpacked" if none else "nothing: headers are the truth",
@@ -373,31 +375,42 @@ class _Book:
             )
         )
 
-    def close(self, spec: ModelSpec, lost: Mapping[str, str]) -> Ledger:
+    def close(self, spec: ModelSpec, lost: Mapping[str, Mapping[tuple[int, ...], str]]) -> Ledger:
         missing = self.params.missing(self.sources)
         tensors = self.checkpoint.tensors
-        self.findings.extend(wrong(problem, names, tensors) for problem, names in self.problems.items())
+        self.findings.extend(self._misfits())
         sources = [self.sources[param.name] for param in self.padded.values()]
         codes = {source.tensor: source.packed for source in sources if source.packed is not None}
         self.findings.extend(padded_findings(self.checkpoint, self.padded, codes))
-        self.findings.extend(twice_findings(self.twice, self.sources, tensors))
+        self.findings.extend(twice_findings((*self.twice, *paired(self.doubles)), self.sources, tensors))
         self.consumed.update((name, ()) for name in self.companions - self.consumed.keys() - self.left_out.keys())
-        scales, unknown = split_scales(self.unconsumed, tensors)
-        self.findings.extend(scale_findings(scales, self.consumed, tensors))
-        groups = {**by_pattern(unknown), **{kind.pattern: kind.names for kind in self.strangers}}
-        ranges = {kind.pattern: kind.range for kind in self.strangers[:MOST_NAMED]}
+        scales, unknown = split_scales(self.unconsumed, self.consumed, tensors)
+        self.findings.extend(scale_findings(scales, [kind.group for kind in self.lone], self.consumed, tensors))
+        groups = Listed(unknown, [kind.group for kind in self.strangers]).by_pattern()
         self.findings.extend(missing_findings(missing, self.params, groups, tensors, spec.tied_head, lost))
-        self.findings.extend(unconsumed_findings(groups, ranges, tensors))
+        self.findings.extend(unconsumed_findings(groups, tensors))
         return Ledger(
             sources=self.sources if len(tensors) >= MANY else dict(self.sources),
             consumed=self.consumed if len(tensors) >= MANY else dict(self.consumed),
             left_out=self.left_out,
-            missing=missing,
-            unconsumed=(*self.unconsumed, *(name for kind in self.strangers for name in kind.names)),
+            missing=_few(Listed(groups=missing.values()), tensors),
+            unconsumed=_few(Listed(self.unconsumed, [kind.group for kind in (*self.strangers, *self.lone)]), tensors),
             findings=tuple(self.findings),
             fills=self.fills,
-            strangers=frozenset(kind.pattern for kind in self.strangers),
+            strangers=frozenset(kind.pattern for kind in self.strangers if self.stock.is_whole(kind)),
         )
+
+    def _misfits(self) -> Iterator[Finding]:
+        """What tensors have that is not as their parameters need it."""
+        for problem in dict.fromkeys((*self.problems, *self.shapes)):
+            groups, pairs = self.shapes.get(problem, ()), self.problems.get(problem, ())
+            names, params = (Listed((pair[i] for pair in pairs), (g[i] for g in groups)) for i in (0, 1))
+            yield wrong(problem, names, params, self.checkpoint.tensors)
+
+
+def _few(names: Listed, tensors: Mapping[str, TensorInfo]) -> Sequence[str]:
+    """The names spelt out, if there are not very many tensors."""
+    return names if len(tensors) >= MANY else tuple(names)
 
 
 def _is_plain(tensor: TensorInfo, param: Param | None) -> bool:

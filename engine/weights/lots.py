@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from itertools import chain, count, repeat, takewhile
+from itertools import chain, count, product, repeat, takewhile
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from firstlight.engine.parallel.census import Kind as ParamKind
 from firstlight.engine.parallel.census import census
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.listed import Numbered
 from firstlight.engine.weights.naming import pattern_of
 from firstlight.engine.weights.patterns import grouped, with_numbers
 from firstlight.engine.weights.source import Region, Source
@@ -76,20 +77,40 @@ class Parameters(Mapping[str, Param]):
                 found[layer] = found.get(layer, 0) + kind.count
         return found
 
-    def missing(self, sources: Sources) -> tuple[str, ...]:
-        """The parameters without a source, in order."""
+    def places(self, pattern: str, kind: Kind) -> Sequence[int] | None:
+        """The places of the members of a kind that have a parameter of their numbers; None where that is not known."""
+        numbers = self._numbers(pattern) if pattern in self._kinds else None
+        if numbers is None or len(kind.numbers) != len(numbers) or not kind.is_usual:
+            return None
+        return kind.within(numbers)
+
+    def missing(self, sources: Sources) -> dict[str, Numbered]:
+        """The parameters without a source by pattern: those before the layers, those of layers, and those behind."""
         if len(sources) == len(self):
-            return ()
-        lacking = {name for name in self._few if name not in sources}
-        for pattern in self._lots:
+            return {}
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for name in self._few:
+            if name not in sources:
+                pattern, numbers = parted(name)
+                found.setdefault(pattern, []).append(numbers)
+        singles: dict[str, list[str]] | None = None
+        for pattern in self._lots - found.keys():
             filled = sources.of(pattern)
-            if len(filled) < self.count(pattern) and (numbers := self._numbers(pattern)) is not None:
-                lacking.update(_named(pattern, numbers).difference(filled, sources.singles))
-        if "_all" in self.__dict__:
-            return tuple(name for name in self._all if name in lacking)
-        layers = sorted({layer for name in lacking if (layer := _layer_of(name)) is not None})
-        order = chain(self._ends(FIRST_STAGE), *map(self._of_layer, layers), self._ends(LAST_STAGE))
-        return tuple(name for name in order if name in lacking)
+            if len(filled) < self.count(pattern):
+                singles = grouped(sources.singles, str) if singles is None else singles
+                filled.update(parted(name)[1] for name in singles.get(pattern, ()))
+            if len(filled) < self.count(pattern) and (columns := self._numbers(pattern)) is not None:
+                found[pattern] = [row for row in product(*columns) if row not in filled]
+        ends = {FIRST_STAGE: -1, LAST_STAGE: 1}
+        rank = {
+            pattern: (ends.get(kinds[0].layers[0], 0), at) for at, (pattern, kinds) in enumerate(self._kinds.items())
+        }
+        return {pattern: Numbered(pattern, found[pattern]) for pattern in sorted(found, key=rank.__getitem__)}
+
+    def end(self, pattern: str) -> int | None:
+        """The stage whose end the parameters of a pattern are; None for those of layers."""
+        layer = self._kinds[pattern][0].param.layer
+        return layer if layer in (FIRST_STAGE, LAST_STAGE) else None
 
     def shapes(self, pattern: str) -> set[tuple[int, ...]]:
         """The shapes of the parameters of a pattern."""
@@ -97,8 +118,9 @@ class Parameters(Mapping[str, Param]):
 
     def cover(self, pattern: str) -> None:
         """The parameters of a pattern, which has `covered` a kind, are a lot."""
-        self._lots.add(pattern)
-        self.__dict__.pop("_few", None)
+        if pattern not in self._lots:
+            self._lots.add(pattern)
+            self.__dict__.pop("_few", None)
 
     @cached_property
     def _all(self) -> dict[str, Param]:
@@ -118,11 +140,6 @@ class Parameters(Mapping[str, Param]):
             scope = Scope(prefix=f"layers.{layer}.", layer=layer, hidden=self._spec.hidden)
             self._layers[layer] = {param.name: param for param in self._spec.layers[layer].parameters(scope)}
         return self._layers.get(layer, {})
-
-    def _ends(self, end: int) -> list[str]:
-        """The parameters of one end of the stages, in order."""
-        params = msgspec.structs.replace(self._spec, layers=self._spec.layers[-1:]).parameters()
-        return [param.name for param in params if param.layer == end]
 
     def __getitem__(self, name: str) -> Param:
         if (found := self._few.get(name)) is not None:
@@ -159,13 +176,9 @@ def _layer_of(name: str) -> int | None:
     return int(number) if start == "layers" and number.isdecimal() and len(number) < _MOST_DIGITS else None
 
 
-def _named(pattern: str, numbers: Sequence[Sequence[int]]) -> set[str]:
-    """The names of a pattern with every choice of numbers for its one or two stars."""
-    before, *between = pattern.split("*")
-    if len(between) == 1:
-        return {f"{before}{number}{between[0]}" for number in numbers[0]}
-    inner = [f"{between[0]}{number}{between[1]}" for number in numbers[1]]
-    return {f"{before}{number}{end}" for number in numbers[0] for end in inner}
+def parted(name: str) -> tuple[str, tuple[int, ...]]:
+    """The pattern and the numbers of the name of a parameter, which are written as numbers are."""
+    return pattern_of(name), tuple(map(int, _NUMBER.findall(name)))
 
 
 def experts(param: str, params: Mapping[str, Param]) -> Iterator[str]:
@@ -180,8 +193,8 @@ def experts(param: str, params: Mapping[str, Param]) -> Iterator[str]:
 class Lot:
     """Weights of one kind and the parameters of one pattern that they fill, each the one with its own numbers.
 
-    `kinds`: all tensors of the lot. `parts`: all tensors of quantized weights, in the
-    order of the format's parts, each in the order of `mains`.
+    `params` is empty for tensors that are accounted for and fill none. `kinds`: all tensors of the lot, each kind in
+    the order of `mains`, and in that of the format's parts if there is a format.
     """
 
     def __init__(
@@ -192,10 +205,9 @@ class Lot:
         mains: Kind,
         kinds: tuple[Kind, ...],
         format: Format | None = None,
-        parts: tuple[Sequence[TensorInfo], ...] = (),
     ) -> None:
         self.params, self.weights, self.shape = params, weights, shape
-        self.mains, self.kinds, self.format, self.parts = mains, kinds, format, parts
+        self.mains, self.kinds, self.format = mains, kinds, format
         self.region: Region = tuple((0, size, 1) for size in shape)
 
     def __len__(self) -> int:
@@ -204,7 +216,12 @@ class Lot:
     @cached_property
     def places(self) -> Mapping[str, int]:
         """Name of each parameter -> its place among the weights."""
-        return self.mains.places_as(self.params)
+        return self.mains.places_as(self.params or self.mains.pattern)
+
+    @cached_property
+    def rows(self) -> frozenset[tuple[int, ...]]:
+        """The numbers of the parameters."""
+        return frozenset(self.mains.rows)
 
     def source(self, place: int) -> Source:
         return self.sources([place])[0]
@@ -215,7 +232,7 @@ class Lot:
         if self.format is None:
             return [Source(main, self.region) for main in mains]
         names = self.mains.some_as(self.weights, places)
-        parts = zip(*(some(part, places) for part in self.parts), strict=True)
+        parts = zip(*(some(kind.tensors, places) for kind in self.kinds), strict=True)
         packs = map(Packed, names, repeat(self.shape), repeat(self.format), parts)
         return [Source(main, self.region, packed=packed) for main, packed in zip(mains, packs, strict=True)]
 
@@ -227,11 +244,11 @@ def with_numbers_of(name: str, pattern: str) -> str:
 
 
 class _Book(MutableMapping[str, V]):
-    """Entries one by one beside lots."""
+    """Entries one by one beside lots, of which several may be of one pattern."""
 
     def __init__(self) -> None:
         self._single: dict[str, V] = {}
-        self._lots: dict[str, Lot] = {}
+        self._lots: dict[str, list[Lot]] = {}
 
     def __setitem__(self, name: str, value: V) -> None:
         self._single[name] = value
@@ -240,18 +257,21 @@ class _Book(MutableMapping[str, V]):
         raise TypeError("nothing is struck out of an account")
 
     def __contains__(self, name: object) -> bool:
-        return name in self._single or (isinstance(name, str) and self._of_lot(name) is not None)
+        return name in self._single or (isinstance(name, str) and self._place(name) is not None)
 
     def __getitem__(self, name: str) -> V:
         found = self._single.get(name)
-        if found is None and (found := self._of_lot(name)) is None:
+        if found is not None:
+            return found
+        place = self._place(name)
+        if place is None:
             raise KeyError(name)
-        return found
+        return self._of_lot(*place)
 
     @property
     def lots(self) -> tuple[Lot, ...]:
         """Whole kinds; what is not in them is in `singles`."""
-        return tuple(dict.fromkeys(self._lots.values()))
+        return tuple(dict.fromkeys(lot for lots in self._lots.values() for lot in lots))
 
     @property
     def singles(self) -> Mapping[str, V]:
@@ -261,7 +281,16 @@ class _Book(MutableMapping[str, V]):
         """Many at once."""
         self._single.update(entries)
 
-    def _of_lot(self, name: str) -> V | None:
+    def _place(self, name: str) -> tuple[Lot, int] | None:
+        """The lot that has an entry, and its place there; no entry is made to tell whether there is one."""
+        lots = self._lots.get(pattern_of(name), ()) if self._lots else ()
+        found = ((lot, self._place_in(lot, name)) for lot in lots)
+        return next(((lot, place) for lot, place in found if place is not None), None)
+
+    def _place_in(self, lot: Lot, name: str) -> int | None:
+        raise NotImplementedError
+
+    def _of_lot(self, lot: Lot, place: int) -> V:
         raise NotImplementedError
 
 
@@ -269,46 +298,49 @@ class Sources(_Book[Source]):
     """Parameter -> where it comes from."""
 
     def add(self, lot: Lot) -> None:
-        self._lots[lot.params] = lot
+        self._lots.setdefault(lot.params, []).append(lot)
 
     def several(self, names: Sequence[str]) -> list[Source]:
         """Of many parameters at once. Raises KeyError."""
         found = list(map(self._single.get, names))
         others = [place for place, source in enumerate(found) if source is None]
         for pattern, group in grouped(others, names.__getitem__).items():
-            lot = self._lots[pattern]
-            sources = lot.sources(lot.mains.places_of(lot.params, [names[place] for place in group]))
-            for place, source in zip(group, sources, strict=True):
-                found[place] = source
+            for lot in self._lots[pattern]:
+                places = lot.mains.places_of(lot.params, [names[place] for place in group])
+                here = [(place, at) for place, at in zip(group, places, strict=True) if at >= 0]
+                for (place, _), source in zip(here, lot.sources([at for _, at in here]), strict=True):
+                    found[place] = source
+                group = [place for place in group if found[place] is None]
+                if not group:
+                    break
+            else:
+                raise KeyError(names[group[0]])
         return [source for source in found if source is not None]
 
-    def _of_lot(self, name: str) -> Source | None:
-        lot, place = self._place(name)
-        return None if lot is None or place is None else lot.source(place)
+    def _place_in(self, lot: Lot, name: str) -> int | None:
+        return lot.places.get(name)
 
-    def _place(self, name: str) -> tuple[Lot | None, int | None]:
-        """The lot of a parameter and its place there; no source is made to tell whether there is one."""
-        lot = self._lots.get(pattern_of(name)) if self._lots else None
-        return lot, (lot.places.get(name) if lot is not None else None)
+    def _of_lot(self, lot: Lot, place: int) -> Source:
+        return lot.source(place)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._single or (isinstance(name, str) and self._place(name)[1] is not None)
+    def of(self, pattern: str) -> set[tuple[int, ...]]:
+        """The numbers of the parameters of a pattern that lots fill."""
+        return set().union(*(lot.rows for lot in self._lots.get(pattern, ())))
 
-    def of(self, pattern: str) -> Sequence[str]:
-        """The parameters of a pattern that a lot fills."""
-        lot = self._lots.get(pattern)
-        return (lot.mains.as_names(pattern) or ()) if lot is not None else ()
+    def filled(self, pattern: str) -> int:
+        """How many parameters of a pattern lots fill."""
+        return sum(map(len, self._lots.get(pattern, ())))
 
-    def lacks_all(self, pattern: str, names: Iterable[str]) -> bool:
+    def lacks_all(self, pattern: str, names: Sequence[str]) -> bool:
         """Whether none of the parameters, all of one pattern, has a source."""
-        return self._single.keys().isdisjoint(names) and (pattern not in self._lots or self.keys().isdisjoint(names))
+        return self._single.keys().isdisjoint(names) and (pattern not in self._lots or not any(map(self._place, names)))
 
     def __iter__(self) -> Iterator[str]:
-        places = (lot.places for lot in self._lots.values())
+        places = (lot.places for lot in self.lots)
         return chain(self._single, (name for of_lot in places for name in of_lot if name not in self._single))
 
     def __len__(self) -> int:
-        return len(self._single) + sum(map(len, self._lots.values()))
+        return len(self._single) + sum(map(len, self.lots))
 
 
 class Consumed(_Book[tuple[str, ...]]):
@@ -319,29 +351,39 @@ class Consumed(_Book[tuple[str, ...]]):
         self._tensors = tensors
 
     def add(self, lot: Lot) -> None:
-        self._lots.update((kind.pattern, lot) for kind in lot.kinds)
+        for kind in lot.kinds:
+            self._lots.setdefault(kind.pattern, []).append(lot)
 
     def of_lots(self) -> dict[str, str]:
-        """All tensors of lots at once, each with the parameter that it fills."""
+        """All tensors of lots at once, each with the parameter that it fills, if any."""
         found: dict[str, str] = {}
         for lot in self.lots:
             for kind in lot.kinds:
-                params = kind.as_names(lot.params)
+                params = kind.as_names(lot.params) if lot.params else [""] * len(kind.tensors)
                 assert params is not None
                 found.update(zip(kind.names, params, strict=True))
         return found
 
-    def _of_lot(self, name: str) -> tuple[str, ...] | None:
-        lot = self._lots.get(pattern_of(name)) if self._lots else None
-        if lot is None or name not in self._tensors:
-            return None
-        param = with_numbers_of(name, lot.params)
-        return (param,) if param in lot.places else None
+    def _place_in(self, lot: Lot, name: str) -> int | None:
+        return lot.places.get(with_numbers_of(name, lot.params or lot.mains.pattern)) if name in self._tensors else None
+
+    def _of_lot(self, lot: Lot, place: int) -> tuple[str, ...]:
+        return tuple(lot.mains.some_as(lot.params, [place])) if lot.params else ()
 
     def entered(self, pattern: str) -> str | None:
-        """What the tensors of a pattern that are in a lot fill: the pattern of parameters with its numbers."""
-        lot = self._lots.get(pattern)
-        return None if lot is None else with_numbers(lot.params, lot.mains.numbers)
+        """What the tensors of a pattern that are in lots fill: patterns of parameters with their numbers, or nothing.
+
+        None where none is in a lot.
+        """
+        if pattern not in self._lots:
+            return None
+        numbers: dict[str, list[set[int]]] = {}
+        for lot in self._lots.get(pattern, ()):
+            columns = numbers.setdefault(lot.params, [set() for _ in lot.mains.numbers])
+            for column, found in zip(columns, lot.mains.numbers, strict=True):
+                column.update(found)
+        numbers.pop("", None)
+        return ", ".join(with_numbers(params, map(sorted, columns)) for params, columns in numbers.items())
 
     def __iter__(self) -> Iterator[str]:
         kinds = (kind for lot in self.lots for kind in lot.kinds)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.findings import Finding, fatal, listing, warning
 from firstlight.engine.weights.formats.grid import Format, Packed, Part
 from firstlight.engine.weights.formats.scheme import Scheme
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.listed import Listed
 from firstlight.engine.weights.naming import shown
 
 FLOATS = frozenset(("F32", "BF16", "F16", "F64"))
@@ -46,6 +47,7 @@ LEFT_OUT = {  # what says how activations and caches are quantized, by the last 
     ),
 }
 Problem = tuple[str, str, str, str, str]  # code, format, what, expected, found: equal ones are one finding
+UNKNOWN: Problem = ("unsupported-format", "", "unknown", "", "")  # codes by name, which nothing says how to read
 
 
 class Grouped(NamedTuple):
@@ -61,17 +63,18 @@ class Grouped(NamedTuple):
 
 
 def group(
-    tensors: Mapping[str, TensorInfo], scheme: Scheme, broken: Mapping[Problem, list[TensorInfo]] | None = None
+    tensors: Mapping[str, TensorInfo],
+    scheme: Scheme,
+    broken: dict[Problem, Listed] | None = None,
+    every: Mapping[str, TensorInfo] | None = None,
 ) -> Grouped:
     """Finds the quantized weights among all tensors of a checkpoint.
 
     A weight whose parts are missing or of another shape is broken, and a finding says why. `broken`: codes that have
-    been found to be no weights already, by what is wrong; they are said with the others.
+    been found to be no weights already, by what is wrong; they are said with the others. `every`: all tensors, if some
+    are in no need of being looked at.
     """
-    book = _Grouping(tensors, scheme)
-    for problem, codes in (broken or {}).items():
-        book.problems[problem] = [tensor.name for tensor in codes]
-        book.firsts[codes[0].name] = codes[0]
+    book = _Grouping(tensors, scheme, {} if broken is None else broken, tensors if every is None else every)
     for tensor in tensors.values():
         if tensor.dtype not in FLOATS and (name := weight_name(tensor.name)) is not None:
             book.enter(name, tensor)
@@ -107,16 +110,21 @@ def part_names(weight: str, part: Part) -> tuple[str, ...]:
 
 
 class _Grouping:
-    def __init__(self, tensors: Mapping[str, TensorInfo], scheme: Scheme) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        scheme: Scheme,
+        problems: dict[Problem, Listed],
+        every: Mapping[str, TensorInfo],
+    ) -> None:
         self.tensors = tensors
+        self.every = every
         self.scheme = scheme
         self.weights: dict[str, Packed] = {}
         self.companions: set[str] = set()
         self.broken: dict[str, str] = {}
-        self.problems: dict[Problem, list[str]] = {}
-        self.firsts: dict[str, TensorInfo] = {}  # of those that were found elsewhere
+        self.problems = problems
         self.unannounced: dict[str, list[str]] = {}
-        self.unknown: list[str] = []
         self.suffixes = {format_: suffixes(format_) for format_ in scheme.formats}
         self.forms: dict[object, Format | Problem] = {}
 
@@ -136,14 +144,14 @@ class _Grouping:
                     self.unannounced.setdefault(format_.describe(), []).append(main.name)
                 return
             if announced is not None:
-                self.problems.setdefault(found, []).append(main.name)
+                self.problems.setdefault(found, Listed()).append(main.name)
                 self.broken[main.name] = name
                 self.companions.update(tensor.name for tensor in there.values() if tensor is not main)
 
     def _enter_unknown(self, name: str, main: TensorInfo) -> None:
         """Codes of which nothing says how they are read, told by their name; others are tensors like any."""
         if name != main.name:
-            self.unknown.append(main.name)
+            self.problems.setdefault(UNKNOWN, Listed()).append(main.name)
             self.broken[main.name] = name
             own = (candidate for part in BESIDE for candidate in part_names(name, part))
             self.companions.update(candidate for candidate in own if candidate in self.tensors)
@@ -174,11 +182,8 @@ class _Grouping:
         return Packed(name, shape, form, parts)
 
     def close(self) -> Grouped:
-        tensors = {**self.firsts, **self.tensors} if self.firsts else self.tensors
-        findings = [_wrong(problem, names, tensors) for problem, names in self.problems.items()]
+        findings = [_wrong(problem, names, self.every) for problem, names in self.problems.items()]
         findings += [_not_announced(format_, names, self.tensors) for format_, names in self.unannounced.items()]
-        if self.unknown:
-            findings.append(_unknown(self.unknown, self.tensors))
         return Grouped(self.weights, self.companions, self.broken, tuple(findings))
 
 
@@ -234,42 +239,48 @@ def _shapes(variant: Format, part: Part, shape: tuple[int, ...]) -> Iterator[tup
         yield part.shape((*shape[:-1], shape[-1] - empty))
 
 
-def _wrong(problem: Problem, names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+def _wrong(problem: Problem, names: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:
+    if problem == UNKNOWN:
+        return _unknown(names, tensors)
     code, format_, what, expected, found = problem
     way = "fetch the release again: its configuration and its weights do not belong together"
     if what == "missing":
-        message = f"{shown(names)}: {len(names):,} tensors in {format_} without {expected}"
+        message = f"{names.shown()}: {len(names):,} tensors in {format_} without {expected}"
         way = "fetch the shard that holds the scale; a scale of one is never put in its place"
         expected = f"{expected} for each"
     elif what == "more":
-        message = f"{shown(names)}: {len(names):,} tensors in {format_} with {found} as well, which it does not have"
+        message = f"{names.shown()}: {len(names):,} tensors in {format_} with {found} as well, which it does not have"
     elif what == "codes":
-        message = f"{shown(names)}: {len(names):,} tensors are announced as {format_}, but are not stored so"
+        message = f"{names.shown()}: {len(names):,} tensors are announced as {format_}, but are not stored so"
     else:
-        message = f"{shown(names)}: {what} of {len(names):,} tensors in {format_} is not what the configuration says"
+        message = f"{names.shown()}: {what} of {len(names):,} tensors in {format_} is not what the configuration says"
     return fatal(
         code,
         message,
         file=tensors[names[0]].file,
-        tensors=tuple(names),
         expected=expected,
         found=found,
         next=way,
+        **listing(names),
     )
 
 
-def _unknown(names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+def _unknown(names: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:
     """Codes by name, in a checkpoint whose configuration does not say how to read them."""
     return fatal(
         "unsupported-format",
-        f"{shown(names)}: {len(names):,} weights are stored as codes with scales, and config.json does not say how to "
+        f"{names.shown()}: {len(names):,} weights are stored as codes with scales, and config.json does not say how to "
         "read that",
         file=tensors[names[0]].file,
-        tensors=tuple(names),
+        **listing(names),
         expected="a quantization_config that says how they are stored",
-        found=", ".join(sorted({f"{name.rsplit('.', 1)[-1]} in {tensors[name].dtype}" for name in names})),
+        found=", ".join(sorted({_ending(group[0], tensors) for group in names.by_pattern().values()})),
         next="fetch the release's own config.json; how tensors are quantized is not guessed",
     )
+
+
+def _ending(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    return f"{name.rsplit('.', 1)[-1]} in {tensors[name].dtype}"
 
 
 def _not_announced(format_: str, names: list[str], tensors: Mapping[str, TensorInfo]) -> Finding:
@@ -279,7 +290,7 @@ def _not_announced(format_: str, names: list[str], tensors: Mapping[str, TensorI
         f"{shown(names)}: {len(names):,} tensors are stored as {format_}, though config.json leaves them out; read as "
         "stored",
         file=tensors[names[0]].file,
-        tensors=tuple(names),
+        **listing(names),
         expected="tensors in a plain dtype",
         found=format_,
         next="nothing, if the scales beside them are theirs: headers are the truth",

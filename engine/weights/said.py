@@ -72,6 +72,7 @@ def without_consequences(findings: Iterable[Finding], refusals: Collection[Findi
             severity="note",
             message=f"{first.message}{more}: it follows from how weights are stored, which is not read",
             tensors=tuple(dict.fromkeys(name for finding in (first, *others) for name in finding.tensors)),
+            more_tensors=sum(finding.more_tensors for finding in (first, *others)),
             next=f"nothing here: {causes[0]}",
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.findings import Finding, fatal, listing, note, warning
 from firstlight.engine.weights.index import INDEX, Index, files_of, held, names_in
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _absent_of(series: Series, there: set[str]) -> list[str]:
     return [f"{stem}-{n:0{width}d}-of-{total}.safetensors" for n in wanted if n not in numbers]
 
 
-def _missing(file: str, names: Iterable[str], tensors: tuple[str, ...]) -> Finding:
+def _missing(file: str, names: Iterable[str], tensors: Sequence[str]) -> Finding:
     started = [name for name in names if name.startswith(file) and name.endswith(_UNFINISHED)]
     alike = [name for name in names if name != file and name.lower() == file.lower()]
     found, way = "absent", f"fetch {file}"
@@ -162,7 +162,7 @@ def _missing(file: str, names: Iterable[str], tensors: tuple[str, ...]) -> Findi
         "missing-shard",
         f"{file} is not there" + (f", which holds {held(tensors)}" if tensors else ""),
         file=file,
-        tensors=tensors,
+        **listing(tensors),
         expected=file,
         found=found,
         next=way,
@@ -181,12 +181,12 @@ def _most_missing(series: Series, absent: list[str]) -> Finding:
     )
 
 
-def _not_readable(file: str, tensors: tuple[str, ...]) -> Finding:
+def _not_readable(file: str, tensors: Sequence[str]) -> Finding:
     return fatal(
         "unsafe-file" if file.endswith(PICKLES) else "not-safetensors",
         f"the index places {held(tensors)} in {file}, which is no safetensors file",
         file=file,
-        tensors=tensors,
+        **listing(tensors),
         expected="a .safetensors file",
         found=file,
         next="fetch the safetensors files of the release and their index; pickled weights are not read",

@@ -11,14 +11,16 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import compress
+from itertools import chain
 from operator import attrgetter
 
 from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.listed import Group
 from firstlight.engine.weights.patterns import bare, grouped, named, numbers, with_numbers
 
-_ODD_NUMBER = re.compile(r"[\n.]0[0-9]")  # in bare names: a number with a leading zero
+_ODD_NUMBER = re.compile(r"[\n.]0[0-9]|[0-9]{19}")  # in bare names: a number with a leading zero, or a very long one
 _name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
+_form = attrgetter("dtype", "shape")
 VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the names of what is not the text model
 EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction layers
 
@@ -37,20 +39,34 @@ def some(tensors: Sequence[TensorInfo], places: Sequence[int]) -> Sequence[Tenso
 
 
 class Kind:
-    """Tensors of one pattern of names; everything else is counted once, when it is asked for."""
+    """Tensors of one pattern of names; everything else is counted once, when it is asked for.
 
-    def __init__(self, pattern: str, tensors: Sequence[TensorInfo], known: dict[str, list[list[int]]]) -> None:
+    `places`: where the members are in the whole kind, of which this may be a part.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        tensors: Sequence[TensorInfo],
+        known: dict[str, list[list[int]]],
+        places: Sequence[int] | None = None,
+    ) -> None:
         self.pattern = pattern
         self.tensors = tensors
         self._known = known
+        self.places: Sequence[int] = range(len(tensors)) if places is None else places
 
-    def those(self, chosen: Sequence[bool]) -> Kind:
-        """The members that are chosen."""
-        return Kind(self.pattern, list(compress(self.tensors, chosen)), {})
-
-    def at(self, places: Sequence[int]) -> Sequence[TensorInfo]:
+    def those(self, places: Sequence[int]) -> Kind:
         """The members at places; a range is all of them."""
-        return self.tensors if isinstance(places, range) else some(self.tensors, places)
+        if isinstance(places, range):
+            return self
+        return Kind(self.pattern, some(self.tensors, places), {}, some_of(self.places, places))
+
+    def without(self, taken: Iterable[Sequence[int]]) -> Kind | None:
+        """The members at no place that is `taken`; None where there are none."""
+        gone = set(chain.from_iterable(taken))
+        left = [place for place in range(len(self.tensors)) if place not in gone]
+        return self.those(left) if left else None
 
     def beside(self, other: Kind) -> Sequence[int] | None:
         """The place in another kind of the member with the numbers of each member, -1 where there is none.
@@ -65,6 +81,46 @@ class Kind:
         places = {name: place for place, name in enumerate(other.names)}
         return [places.get(name, -1) for name in names]
 
+    def alike(self, others: Sequence[tuple[Kind, Sequence[int]]]) -> list[Sequence[int]]:
+        """The places of members with one dtype and shape that have members alike beside them, or none, in groups.
+
+        `others`: kinds with the place there of each member here, as `beside` has it. A range: all are alike.
+        """
+        if self.is_uniform and all(kind.is_uniform and isinstance(places, range) for kind, places in others):
+            return [range(len(self.tensors))]
+        forms = [_form(tensor) for tensor in self.tensors]
+        columns: list[Iterable[object]] = [forms]
+        for kind, places in others:
+            beside = forms if kind is self else [_form(tensor) for tensor in kind.tensors]
+            columns.append([beside[place] if place >= 0 else None for place in places])
+        groups: dict[object, list[int]] = defaultdict(list)
+        for place, key in enumerate(zip(*columns, strict=True)):
+            groups[key].append(place)
+        return list(groups.values())
+
+    def within(self, numbers: Sequence[Sequence[int]]) -> Sequence[int]:
+        """The places of members whose numbers are among those given for each star; a range: all are."""
+        wanted = list(map(set, numbers))
+        if all(known.issuperset(found) for known, found in zip(wanted, self.numbers, strict=True)):
+            return range(len(self.tensors))
+        return [p for p, row in enumerate(self.rows) if all(n in known for n, known in zip(row, wanted, strict=True))]
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """The numbers of each member, of names that are usual."""
+        stars = self.pattern.count("*")
+        flat = list(map(int, self.bare[1:-1].replace("\n", ".").split(".")))
+        return list(zip(*(flat[star::stars] for star in range(stars)), strict=True))
+
+    @property
+    def group(self) -> Group:
+        """The names, each made when it is asked for."""
+        return Members(self)
+
+    def some_names(self, start: int, stop: int) -> list[str]:
+        """The names of the members from `start` to `stop`."""
+        return self.names[start:stop]
+
     def places_as(self, pattern: str) -> Mapping[str, int]:
         """The place of each member by what it would be called by another pattern; there must be such names."""
         names = self.as_names(pattern)
@@ -72,9 +128,9 @@ class Kind:
         return {name: place for place, name in enumerate(names)}
 
     def places_of(self, pattern: str, names: Sequence[str]) -> Sequence[int]:
-        """The places of members by what they would be called by another pattern. Raises KeyError."""
+        """The places of members by what they would be called by another pattern, -1 where there is none."""
         places = self.places_as(pattern)
-        return [places[name] for name in names]
+        return [places.get(name, -1) for name in names]
 
     def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
         """What the members at places would be called by another pattern; there must be such names."""
@@ -150,6 +206,28 @@ class Kind:
     @property
     def is_text(self) -> bool:
         return not any(word in part for part in self.pattern.lower().split(".") for word in VISION + EXTRA)
+
+
+class Members(Group):
+    """The names of a kind."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.pattern, self._kind = kind.pattern, kind
+
+    def some(self, start: int, stop: int) -> list[str]:
+        return self._kind.some_names(start, stop)
+
+    @property
+    def columns(self) -> Sequence[Sequence[int]]:
+        return self._kind.numbers
+
+    def __len__(self) -> int:
+        return len(self._kind.tensors)
+
+
+def some_of(items: Sequence[int], places: Sequence[int]) -> list[int]:
+    """The items at places."""
+    return list(map(items.__getitem__, places))
 
 
 def stock(tensors: Mapping[str, TensorInfo]) -> list[Kind]:

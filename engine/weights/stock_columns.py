@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
-from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.lines import Ints
-from firstlight.engine.weights.names import filled, keys, numbers_in, radixes
+from firstlight.engine.weights.names import filled, keys, numbers_in, places_of, radixes
 from firstlight.engine.weights.patterns import bare
 from firstlight.engine.weights.stock import Kind
 from firstlight.engine.weights.table import Rows, Table
@@ -26,36 +26,65 @@ def stock_of_table(table: Table) -> list[Kind]:
 class ColumnKind(Kind):
     """Rows of a table of one pattern of names."""
 
-    def __init__(self, table: Table, kind: int, rows: Ints) -> None:
-        super().__init__(table.names.patterns[kind], Rows(table, kind, rows), {})
+    def __init__(self, table: Table, kind: int, rows: Ints, places: Sequence[int] | None = None) -> None:
+        super().__init__(table.names.patterns[kind], Rows(table, kind, rows), {}, places)
         self._table, self._kind, self._rows = table, kind, rows
         self._numbers = table.names.numbers[rows, : table.names.stars[kind]]
         self._forms = table.place.form[rows]
 
-    def those(self, chosen: Sequence[bool]) -> Kind:
-        return ColumnKind(self._table, self._kind, self._rows[np.array(chosen)])
-
-    def at(self, places: Sequence[int]) -> Sequence[TensorInfo]:
+    def those(self, places: Sequence[int]) -> Kind:
         if isinstance(places, range):
-            return self.tensors
-        return Rows(self._table, self._kind, self._rows[np.array(places, np.int64)])
+            return self
+        chosen = np.asarray(places, np.int64)
+        return ColumnKind(self._table, self._kind, self._rows[chosen], _places(_array(self.places)[chosen]))
+
+    def without(self, taken: Iterable[Sequence[int]]) -> Kind | None:
+        is_left = np.ones(len(self._rows), bool)
+        for places in taken:
+            is_left[_array(places)] = False
+        left = np.flatnonzero(is_left)
+        return self.those(_places(left)) if len(left) else None
 
     def beside(self, other: Kind) -> Sequence[int] | None:
         if self.is_numbered_like(other):
             return range(len(self.tensors))
         assert isinstance(other, ColumnKind)
-        return other._places(self._numbers)
+        found = other._places_with(self._numbers)
+        return None if found is None else _places(found)
 
-    def _places(self, numbers: Ints) -> list[int] | None:
+    def _places_with(self, numbers: Ints) -> Ints | None:
         """The places of members with these numbers, -1 where there is none; None where that is not known."""
         radix = radixes(self._numbers, numbers)
         if radix is None or self._numbers.shape[1] != numbers.shape[1]:
             return None
         mine, asked = (keys(np.zeros(len(table), np.int64), table, radix) for table in (self._numbers, numbers))
-        order = np.argsort(mine)
-        places = order[np.minimum(np.searchsorted(mine, asked, sorter=order), len(mine) - 1)]
-        found: list[int] = np.where(mine[places] == asked, places, -1).tolist()
-        return found
+        return places_of(asked, mine)
+
+    def alike(self, others: Sequence[tuple[Kind, Sequence[int]]]) -> list[Sequence[int]]:
+        if self.is_uniform and all(kind.is_uniform and isinstance(places, range) for kind, places in others):
+            return [range(len(self.tensors))]
+        most = len(self._table.forms) + 1
+        key = self._forms.astype(np.int64)
+        for kind, places in others:
+            assert isinstance(kind, ColumnKind)
+            place = _array(places)
+            _, key = np.unique(key, return_inverse=True)  # so that they stay small
+            key = key * most + np.where(place >= 0, kind._forms[place] + 1, 0)
+        _, first, group = np.unique(key, return_index=True, return_inverse=True)
+        parts = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
+        return [parts[number] for number in np.argsort(first)]
+
+    def within(self, numbers: Sequence[Sequence[int]]) -> Sequence[int]:
+        columns = zip(self._numbers.T, numbers, strict=True)
+        is_in = np.logical_and.reduce([np.isin(column, known) for column, known in columns])
+        return range(len(self._rows)) if is_in.all() else _places(np.flatnonzero(is_in))
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        return list(map(tuple, self._numbers.tolist()))
+
+    def some_names(self, start: int, stop: int) -> list[str]:
+        return filled(self.pattern, self._numbers[start:stop])
 
     def places_as(self, pattern: str) -> Mapping[str, int]:
         return _Places(pattern, self._numbers)
@@ -64,9 +93,9 @@ class ColumnKind(Kind):
         texts = bare(pattern, names).replace(".", "\n").split()
         if len(texts) == len(names) * pattern.count("*") and all(map(str.isdecimal, texts)):
             numbers = np.array(list(map(int, texts)), np.int64).reshape(len(names), -1)
-            found = self._places(numbers)
-            if filled(pattern, numbers) == list(names) and found is not None and min(found) >= 0:
-                return found
+            found = self._places_with(numbers)
+            if filled(pattern, numbers) == list(names) and found is not None:
+                return _places(found)
         return super().places_of(pattern, names)
 
     def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
@@ -129,6 +158,15 @@ class _Places(Mapping[str, int]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+
+def _places(places: Ints) -> Sequence[int]:
+    """An array as what it can do as well; the whole numbers of a sequence."""
+    return cast("Sequence[int]", places)
+
+
+def _array(places: Sequence[int]) -> Ints:
+    return np.arange(places.start, places.stop) if isinstance(places, range) else np.asarray(places, np.int64)
 
 
 def _sorted(column: Ints) -> list[int]:

@@ -43,8 +43,10 @@ class Table(Mapping[str, TensorInfo]):
         shards = [
             header if isinstance(header, ShardColumns) else columns_of_tensors(header.file, header.tensors)
             for header in headers
-            if isinstance(header, ShardColumns) or header.tensors
+            if (len(header.ids) if isinstance(header, ShardColumns) else header.tensors)
         ]
+        if not shards:
+            return None
         patterns: dict[str, int] = {}
         forms: dict[tuple[str, tuple[int, ...], int], int] = {}
         kinds, places = [], []
@@ -71,17 +73,6 @@ class Table(Mapping[str, TensorInfo]):
         found = keys(self.names.kinds, self.names.numbers, radix)
         several = repeated(found)
         return np.flatnonzero(np.isin(found, several)) if len(several) else several
-
-    def without_copies(self, chosen: Mapping[str, TensorInfo]) -> Table:
-        """One row for each name, where its first is; of those that occur more often it is that of the file chosen."""
-        source, first = np.arange(len(self.names)), dict[str, int]()
-        for row, info in zip(self.twice.tolist(), self.infos(self.twice), strict=True):
-            place = first.setdefault(info.name, row)
-            if place != row:
-                source[row] = -1
-            if chosen[info.name].file == info.file:
-                source[place] = row
-        return self.chosen(source[source >= 0])
 
     def chosen(self, rows: Ints) -> Table:
         """These rows alone, in this order."""
@@ -191,5 +182,4 @@ def _stacked(tables: Sequence[Ints]) -> Ints:
 def infos_of(shard: ShardColumns) -> tuple[TensorInfo, ...]:
     """The tensors that columns stand for."""
     table = Table.of([shard])
-    assert table is not None
-    return tuple(table.values())
+    return tuple(table.values()) if table is not None else ()

@@ -8,9 +8,10 @@ from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 import msgspec
 import numpy as np
 
-from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.index import Differences, differences
 from firstlight.engine.weights.lines import Ints, read_lines
-from firstlight.engine.weights.names import Names, keys, radixes, repeated
+from firstlight.engine.weights.listed import Group
+from firstlight.engine.weights.names import Names, common_keys, keys, places_of, radixes, repeated
 from firstlight.engine.weights.shard_columns import NAME
 from firstlight.engine.weights.table import Table
 
@@ -43,15 +44,22 @@ class WeightMap(Mapping[str, str]):
     def items(self) -> ItemsView[str, str]:
         return _Items(self)
 
-    def names_in(self, file: str) -> list[str]:
-        """The tensors of one file, in the order of the index."""
+    def names_in(self, file: str) -> Sequence[str]:
+        """The tensors of one file, in the order of the index where they are few."""
         number = self.files.index(file) if file in self.files else -1
-        return self.names.some(np.flatnonzero(self.file == number))
+        return self.names.listed(np.flatnonzero(self.file == number))
 
-    def some(self, rows: Ints) -> dict[str, str]:
+    def by_pattern(self) -> Iterator[tuple[Group, list[str]]]:
+        """The tensors by pattern, with the file of each."""
+        for rows in self.names.by_kind:
+            if len(rows):
+                (group,) = self.names.groups(rows)
+                yield group, [self.files[number] for number in self.file[rows].tolist()]
+
+    def those(self, rows: Ints) -> WeightMap:
         """Some of the entries."""
-        files = [self.files[number] for number in self.file[rows].tolist()]
-        return dict(zip(self.names.some(rows), files, strict=True))
+        names = Names(self.names.patterns, self.names.kinds[rows], self.names.numbers[rows])
+        return WeightMap(names, self.files, self.file[rows])
 
 
 class _Values(ValuesView[str]):
@@ -98,29 +106,29 @@ def _of_lines(entries: bytes, between: bytes) -> WeightMap | None:
     return WeightMap(Names(tuple(patterns), kinds, lines.numbers), tuple(files), file)
 
 
-def unlike(weight_map: Mapping[str, str], tensors: Table) -> tuple[Mapping[str, str], Mapping[str, TensorInfo]]:
-    """Of an index and of the tensors that there are what is not the same in both; everything, if that is not cheap."""
+def unlike(weight_map: Mapping[str, str], tensors: Table) -> Differences:
+    """What is not the same in an index and in the headers of very many tensors."""
     if not isinstance(weight_map, WeightMap):
         written = msgspec.json.encode(dict(weight_map))
         found = _of_lines(written[2:-1], b'","') if weight_map else None
         if found is None:
-            return weight_map, dict(tensors.items())
+            return differences(weight_map, dict(tensors.items()))
         weight_map = found
-    names, others = tensors.names, weight_map.names
-    radix = radixes(names.numbers, others.numbers)
-    if radix is None:
-        return dict(weight_map), dict(tensors.items())
-    numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(names.patterns + others.patterns))}
-    mine = keys(names.kinds, names.numbers, radix)
-    listed = keys(np.array([numbers[pattern] for pattern in others.patterns])[others.kinds], others.numbers, radix)
-    row = np.arange(len(mine))  # of each that is listed, where it is there
-    if not np.array_equal(mine, listed):
-        order = np.argsort(mine)
-        row = order[np.minimum(np.searchsorted(mine, listed, sorter=order), len(mine) - 1)]
-    there = mine[row] == listed
-    files = [tensors.files.index(file) if file in tensors.files else -1 for file in weight_map.files]
-    same = there & (np.array(files)[weight_map.file] == tensors.place.file[row])
-    is_odd = np.ones(len(mine), bool)
-    is_odd[row[same]] = False
-    odd = np.flatnonzero(is_odd)
-    return weight_map.some(np.flatnonzero(~same)), dict(zip(names.some(odd), tensors.infos(odd), strict=True))
+    names, both = tensors.names, common_keys(tensors.names, weight_map.names)
+    if both is None:
+        return differences(dict(weight_map), dict(tensors.items()))
+    mine, listed = both
+    row = np.arange(len(mine)) if np.array_equal(mine, listed) else places_of(listed, mine)
+    there = row >= 0  # of each that is listed
+    files = np.array([tensors.files.index(file) if file in tensors.files else -1 for file in weight_map.files])
+    is_moved = there & (files[weight_map.file] != tensors.place.file[row])
+    is_unlisted = np.ones(len(mine), bool)
+    is_unlisted[row[there]] = False
+    unlisted, moved = np.flatnonzero(is_unlisted), weight_map.those(np.flatnonzero(is_moved))
+    return Differences(
+        names.listed(unlisted),
+        sorted(tensors.files[file] for file in np.unique(tensors.place.file[unlisted]).tolist()),
+        weight_map.those(np.flatnonzero(~there)),
+        moved.names.listed(np.arange(len(moved))),
+        next(iter(moved.values()), ""),
+    )

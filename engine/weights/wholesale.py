@@ -1,13 +1,13 @@
-"""The account of tensors by the ten thousand: kinds whose members are all sound are entered at once.
+"""The account of tensors by the ten thousand: members of a kind that are alike are entered at once, sound or not.
 
-What it does is what the account of single tensors does; a kind about which anything is unusual is left to that. No
-torch.
+What it does is what the account of single tensors does; what is unusual is left to that. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, repeat
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Protocol
 
@@ -17,22 +17,57 @@ from firstlight.engine.model.rules import Matcher
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
-from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.gaps import SCALES, owners, shape_problem
+from firstlight.engine.weights.gaps import Problem as Mismatch
+from firstlight.engine.weights.listed import Group, Listed, Numbered
 from firstlight.engine.weights.lots import Consumed, Lot, Parameters, Sources, with_numbers_of
 from firstlight.engine.weights.packed import (
+    BESIDE,
     FLOATS,
+    UNKNOWN,
     Problem,
     fitting,
+    left_out,
     part_names,
     suffixes,
     weight_name,
     with_columns,
 )
+from firstlight.engine.weights.padding import has_more_rows
 from firstlight.engine.weights.source import Region, Source
-from firstlight.engine.weights.stock import Kind
+from firstlight.engine.weights.stock import Kind, some_of
 
 FEWEST = 16  # members of a kind that are worth the trouble
 _name_of, _shape_of, _role_of = attrgetter("name"), attrgetter("shape"), attrgetter("role")
+
+
+class Stock:
+    """All tensors by kind, and which of them have been entered."""
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self.kinds = {kind.pattern: kind for kind in kinds}
+        self._taken: dict[str, list[Sequence[int]]] = {}
+
+    def take(self, kinds: Iterable[Kind]) -> None:
+        """These members are entered."""
+        for kind in kinds:
+            self._taken.setdefault(kind.pattern, []).append(kind.places)
+
+    def left(self, pattern: str) -> Kind | None:
+        """The members of a kind that are still to be entered."""
+        kind, taken = self.kinds[pattern], self._taken.get(pattern, ())
+        if sum(map(len, taken)) == len(kind.tensors):
+            return None
+        return kind.without(taken) if taken else kind
+
+    def is_whole(self, kind: Kind) -> bool:
+        """Whether these are all members of the kind."""
+        return len(kind.tensors) == len(self.kinds[kind.pattern].tensors)
+
+    @property
+    def rest(self) -> list[Kind]:
+        """What is still to be entered, in the order in which it comes in the checkpoint."""
+        return [left for pattern in self.kinds if (left := self.left(pattern)) is not None]
 
 
 class Book(Protocol):
@@ -40,199 +75,254 @@ class Book(Protocol):
 
     params: Parameters
     scheme: Scheme
+    stock: Stock
     sources: Sources
     consumed: Consumed
     fills: dict[str, str]
-    rest: dict[str, Kind]
-    broken: dict[Problem, list[TensorInfo]]
-    beside: set[str]
-    entered: set[str]
-    plain: list[str]
+    broken: dict[Problem, Listed]
+    shapes: dict[Mismatch, list[tuple[Group, Group]]]
+    twice: list[tuple[Group, Group]]
+    plain: Listed
+    strangers: list[Kind]
 
 
 class _Weights(msgspec.Struct, frozen=True):
-    """Weights of one kind: their names' pattern, shape, first tensors, and, quantized, all of their tensors.
+    """Weights of one kind that are all alike: their names' pattern, shape, first tensors, and, quantized, all tensors.
 
-    `kinds`: all their tensors. `whole`: patterns of which no other tensor is; `rest`: what else there is of others.
-    `problem`: why codes and scales, all alike, are no weights.
+    `kinds`: all their tensors, each in the order of `mains`, and in that of the format's parts if there is a format.
+    `problem`: why codes and scales are no weights.
     """
 
     pattern: str
     shape: tuple[int, ...]
     mains: Kind
     kinds: tuple[Kind, ...]
-    whole: tuple[str, ...]
     format: Format | None = None
-    parts: tuple[Sequence[TensorInfo], ...] = ()
-    rest: tuple[Kind, ...] = ()
     problem: Problem | None = None
 
+    @property
+    def first(self) -> str:
+        """The name of the first weight."""
+        mains = self.mains
+        return mains.first if self.pattern == mains.pattern else with_numbers_of(mains.first, self.pattern)
 
-def enter_kinds(book: Book, kinds: Iterable[Kind], matcher: Matcher) -> None:
-    """Enters every kind of at least `FEWEST` tensors that is sound from the first member to the last."""
-    by_pattern = {kind.pattern: kind for kind in kinds}
-    many = [kind for kind in by_pattern.values() if len(kind.tensors) >= FEWEST and kind.is_uniform and kind.is_plain]
+    def those(self, places: Sequence[int]) -> _Weights:
+        """The weights at places."""
+        if isinstance(places, range):
+            return self
+        mains, *kinds = (kind.those(places) for kind in (self.mains, *self.kinds))
+        return msgspec.structs.replace(self, mains=mains, kinds=tuple(kinds))
+
+
+def enter_kinds(book: Book, matcher: Matcher) -> None:
+    """Enters members of kinds that are alike, at least `FEWEST` of them: sound ones, and ones with the same fault."""
+    many = [kind for kind in book.stock.kinds.values() if len(kind.tensors) >= FEWEST and kind.is_plain]
     for kind in many:
-        if kind.dtypes[0] not in FLOATS and (weights := _packed(kind, by_pattern, book.scheme)) is not None:
-            _enter(book, weights, matcher)
+        if not FLOATS.issuperset(kind.dtypes):
+            for weights in _packed(kind, book.stock.kinds, book.scheme):
+                _enter(book, weights, matcher)
     for kind in many:
-        if kind.dtypes[0] in FLOATS and kind.first not in book.consumed:
-            _enter(book, _Weights(kind.pattern, kind.shapes[0], kind, (kind,), (kind.pattern,)), matcher)
+        if not FLOATS.isdisjoint(kind.dtypes) and (left := book.stock.left(kind.pattern)) is not None:
+            for places in left.alike(()):
+                alike = left.those(places)
+                if len(alike.tensors) >= FEWEST and alike.dtypes[0] in FLOATS:
+                    _enter(book, _Weights(kind.pattern, alike.shapes[0], alike, (alike,)), matcher)
 
 
-def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> _Weights | None:
-    """The quantized weights whose codes are a kind, if each has the same parts of the same shapes.
-
-    Those that lack a part, as where a shard is missing, are left to the account of single tensors.
-    """
+def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> Iterator[_Weights]:
+    """The quantized weights whose codes are a kind, those together that have the same parts of the same shapes."""
     weight = weight_name(kind.pattern)
-    if weight is None or scheme.numbered:
-        return None
+    if weight is None or scheme.numbered or (not scheme.formats and weight == kind.pattern):
+        return
     format_ = scheme.of((weight_name(kind.first) or "").removesuffix(".weight"))
-    if format_ is None:
-        return None
-    each: dict[str, tuple[Kind, Sequence[int]]] = {}
-    for part in suffixes(format_):
+    if format_ is None and scheme.formats:
+        return
+    beside: dict[str, tuple[Kind, Sequence[int]]] = {}
+    for part in suffixes(format_) if format_ is not None else BESIDE:
         for pattern in part_names(weight, part):
             other = kinds.get(pattern)
-            if other is None:
+            if other is None or any(other is known for known, _ in beside.values()):
                 continue
-            places = kind.beside(other) if other is kind or other.is_uniform else None
+            places = kind.beside(other)
             if places is None:
-                return None
-            each[part.suffix] = other, places
-    if not all(isinstance(places, range) for _, places in each.values()):
-        complete = [min(found) >= 0 for found in zip(*(places for _, places in each.values()), strict=True)]
-        if sum(complete) < FEWEST:
-            return None
-        each = {suffix: (other, list(compress(places, complete))) for suffix, (other, places) in each.items()}
-        kind = kind.those(complete)
-    there = {suffix: other.at(places) for suffix, (other, places) in each.items()}
-    kinds_of, rest = [], []
-    for suffix, (other, places) in each.items():
-        if len(there[suffix]) == len(other.tensors):
-            kinds_of.append(other)
-            continue
-        mine = set(places)
-        chosen = [place in mine for place in range(len(other.tensors))]
-        kinds_of.append(other.those(chosen))
-        rest.append(other.those([not one for one in chosen]))
-    more = {kind.pattern for kind in rest}
-    whole = tuple(kind.pattern for kind in kinds_of if kind.pattern not in more)
-    first = {suffix: found[0] for suffix, found in there.items()}
-    main = next((first[suffix] for suffix, (other, _) in each.items() if other.pattern == kind.pattern), None)
-    form = fitting(format_, main, first) if main is not None else None
-    if isinstance(form, tuple) and main is not None:
-        return _Weights(weight, (), kind, tuple(kinds_of), whole, rest=tuple(rest), problem=form)
-    if not isinstance(form, Format) or form.swapped:
+                return
+            beside[part.suffix] = other, places
+    for places in kind.alike(list(beside.values())):
+        if len(places) >= FEWEST:
+            there = {
+                suffix: other.those(found if isinstance(places, range) else some_of(found, places))
+                for suffix, (other, found) in beside.items()
+                if found[places[0]] >= 0
+            }
+            codes = kind.those(places)
+            if format_ is None and codes.dtypes[0] not in FLOATS:
+                yield _Weights(weight, (), codes, (codes, *there.values()), problem=UNKNOWN)
+            elif format_ is not None and (weights := _put_together(weight, codes, format_, there)) is not None:
+                yield weights
+
+
+def _put_together(weight: str, codes: Kind, format_: Format, there: Mapping[str, Kind]) -> _Weights | None:
+    """Weights of which all tensors are alike, by how the names of their parts end; None for what is none or unusual."""
+    first = {suffix: kind.tensors[0] for suffix, kind in there.items()}
+    main = next((first[suffix] for suffix, kind in there.items() if kind.pattern == codes.pattern), None)
+    if main is None or main.dtype in FLOATS:
         return None
-    shape = form.weight_shape(kind.shapes[0])
+    form = fitting(format_, main, first)
+    if isinstance(form, tuple):
+        return _Weights(weight, (), codes, tuple(there.values()), problem=form)
+    shape = None if form.swapped else form.weight_shape(main.shape)
     if shape is None:
         return None
     parts = tuple(there[part.suffix] for part in form.parts)
-    return _Weights(weight, shape, kind, tuple(kinds_of), whole, form, parts, tuple(rest))
+    return _Weights(weight, shape, codes, parts, form)
 
 
 def _enter(book: Book, weights: _Weights, matcher: Matcher) -> None:
-    mains = weights.mains
-    first = mains.first if weights.pattern == mains.pattern else with_numbers_of(mains.first, weights.pattern)
-    found = matcher.match_kind(weights.pattern, first, lambda: mains.as_names(weights.pattern) or ())
+    weights = _general(weights, matcher)
+    if not len(weights.mains.tensors):
+        return
+    found = matcher.match_kind(weights.pattern, weights.first, lambda: weights.mains.as_names(weights.pattern) or ())
     if found is None:
         return
     rule, patterns = found
     if len(patterns) != 1 or rule.stacked or rule.transpose or rule.unpad:
         return
     pattern = patterns[0]
-    shapes = book.params.shapes(pattern)
+    shapes, places = book.params.shapes(pattern), book.params.places(pattern, weights.mains)
+    if len(shapes) != 1 or places is None:
+        _enter_each(book, weights, pattern, shapes)
+        return
+    if not isinstance(places, range) and weights.problem is None:
+        known = set(map(int, places))
+        beyond = weights.those([place for place in range(len(weights.mains.tensors)) if place not in known])
+        book.strangers.extend(beyond.kinds)
+        book.stock.take(beyond.kinds)
+    weights = weights.those(places)
+    if len(weights.mains.tensors):
+        _enter_lot(book, weights, pattern, *shapes)
+
+
+def _general(weights: _Weights, matcher: Matcher) -> _Weights:
+    """The weights less those that rules of particular tensors speak of."""
+    spoken = set(matcher.particular(weights.pattern, lambda: weights.mains.as_names(weights.pattern) or ()))
+    if not spoken:
+        return weights
+    return weights.those([place for place in range(len(weights.mains.tensors)) if place not in spoken])
+
+
+def _enter_lot(book: Book, weights: _Weights, pattern: str, wanted: tuple[int, ...]) -> None:
+    """Weights of which each has its parameter, all parameters of one shape."""
+    mains = weights.mains
+    roles = book.params.covered(pattern, mains, wanted)
+    if roles is None:
+        return
+    filled = mains.as_names(pattern) if book.sources.singles else ()
+    if filled is None or not book.sources.singles.keys().isdisjoint(filled):
+        return
+    others = book.sources.of(pattern) if book.sources.filled(pattern) else set()
+    others = others.intersection(mains.rows) if others else others
     if weights.problem is not None:
-        _enter_broken(book, weights, pattern, shapes, weights.problem)
+        if not others:
+            _enter_broken(book, weights, pattern, weights.problem)
         return
-    shape = _with_columns(weights, first, shapes)
-    if shapes != {shape}:
+    if weights.format is None and not _may_be_plain(book.scheme, len(wanted), roles):
         return
-    roles = book.params.covered(pattern, mains, shape)
-    is_lot = roles is not None and pattern not in book.fills.values()
-    if is_lot and (weights.format is not None or _is_meant(book, weights, len(shape), roles)):
-        lot = Lot(pattern, weights.pattern, shape, mains, weights.kinds, weights.format, weights.parts)
+    shape = _with_columns(weights, wanted)
+    lot = Lot(pattern, weights.pattern, shape, mains, weights.kinds, weights.format)
+    if others:
+        if len(others) < len(mains.tensors) or math.prod(shape) != math.prod(wanted):
+            return
+        book.twice.append((Numbered(pattern, mains.rows), mains.group))
+    else:
+        if shape != wanted and not _enter_misfits(book, lot, wanted):
+            return
         book.params.cover(pattern)
         book.sources.add(lot)
-        book.consumed.add(lot)
-    elif is_lot or not _enter_each(book, weights, pattern, shape, roles):
-        return
-    book.fills.update(dict.fromkeys(weights.whole, pattern))
-    book.rest.update((kind.pattern, kind) for kind in weights.rest)
-
-
-def _enter_broken(book: Book, weights: _Weights, pattern: str, shapes: set[tuple[int, ...]], problem: Problem) -> None:
-    """Codes that are no weights, all for one reason: the parameters are theirs, and nothing can be read."""
-    mains = weights.mains
-    if len(shapes) != 1 or pattern in book.fills.values() or not book.params.covered(pattern, mains, *shapes):
-        return
-    (codes,) = (kind for kind in weights.kinds if kind.pattern == mains.pattern)
-    lot = Lot(pattern, weights.pattern, (), codes, (codes,))
-    book.params.cover(pattern)
-    book.sources.add(lot)
     book.consumed.add(lot)
-    book.broken.setdefault(problem, []).extend(codes.tensors)
-    for kind in weights.kinds:
-        if kind is not codes:
-            book.beside.update(kind.names)
-    book.fills.update({name: pattern for name in weights.whole if name == codes.pattern})
-    book.entered.update(name for name in weights.whole if name != codes.pattern)
-    book.rest.update((kind.pattern, kind) for kind in weights.rest)
+    _note(book, weights, pattern, len(wanted), roles)
 
 
-def _enter_each(
-    book: Book, weights: _Weights, pattern: str, shape: tuple[int, ...], roles: frozenset[str] | None
-) -> bool:
-    """Weights of which some parameters or parts may be lacking, name by name; whether that could be done.
-
-    `roles`: of the parameters, where all are known to be there and of that shape.
-    """
-    names = weights.mains.as_names(weights.pattern)
-    filled = weights.mains.as_names(pattern)
-    if names is None or filled is None or not book.sources.lacks_all(pattern, filled):
+def _enter_misfits(book: Book, lot: Lot, wanted: tuple[int, ...]) -> bool:
+    """Notes that weights have another shape than their parameters; False where that is for the single account."""
+    name = with_numbers_of(lot.mains.first, lot.params)
+    param = book.params[name]
+    if has_more_rows(param) or (lot.format is not None and lot.format.padding > 1):
         return False
-    if roles is None:
-        params = list(map(book.params.get, filled))
-        if not all(params) or set(map(_shape_of, params)) != {shape}:
-            return False
-        roles = frozenset(map(_role_of, params))
-    if weights.format is None and not _is_meant(book, weights, len(shape), roles):
+    seen = msgspec.structs.replace(lot.mains.tensors[0], shape=lot.shape)
+    problem = shape_problem(seen, param, lot.source(0))
+    if problem is None:
         return False
-    region: Region = tuple((0, size, 1) for size in shape)
-    ones = list(zip(filled, strict=True))
-    if weights.format is None:
-        packs: Iterable[Packed | None] = repeat(None)
-        book.consumed.enter(zip(weights.mains.names, ones, strict=True))
-    else:
-        packs = map(Packed, names, repeat(shape), repeat(weights.format), zip(*weights.parts, strict=True))
-        for part in weights.parts:
-            book.consumed.enter(zip(map(_name_of, part), ones, strict=True))
-    sources = map(Source, weights.mains.names, repeat(region), repeat(False), repeat(False), packs)
-    book.sources.enter(zip(filled, sources, strict=True))
+    book.shapes.setdefault(problem, []).append((lot.mains.group, Numbered(lot.params, lot.mains.rows)))
     return True
 
 
-def _with_columns(weights: _Weights, name: str, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
+def _enter_broken(book: Book, weights: _Weights, pattern: str, problem: Problem) -> None:
+    """Codes that are no weights, all for one reason: the parameters are theirs, and nothing can be read."""
+    (codes,) = (kind for kind in weights.kinds if kind.pattern == weights.mains.pattern)
+    book.params.cover(pattern)
+    lot = Lot(pattern, weights.pattern, (), codes, (codes,))
+    book.sources.add(lot)
+    book.consumed.add(lot)
+    book.broken.setdefault(problem, Listed()).add(codes.group)
+    for kind in weights.kinds:
+        if kind is not codes:
+            book.consumed.add(Lot("", "", (), kind, (kind,)))
+    book.stock.take(weights.kinds)
+    if book.stock.is_whole(codes):
+        book.fills[codes.pattern] = pattern
+
+
+def _enter_each(book: Book, weights: _Weights, pattern: str, shapes: set[tuple[int, ...]]) -> None:
+    """Weights of which it is not known at once whether all parameters are there, name by name."""
+    names = weights.mains.as_names(weights.pattern)
+    filled = weights.mains.as_names(pattern)
+    if weights.problem is not None or len(shapes) != 1 or names is None or filled is None:
+        return
+    (shape,) = shapes
+    params = list(map(book.params.get, filled))
+    if shape != _with_columns(weights, shape) or not book.sources.lacks_all(pattern, filled) or not all(params):
+        return
+    if set(map(_shape_of, params)) != {shape}:
+        return
+    roles = frozenset(map(_role_of, params))
+    if weights.format is None and not _may_be_plain(book.scheme, len(shape), roles):
+        return
+    region: Region = tuple((0, size, 1) for size in shape)
+    ones = list(zip(filled, strict=True))
+    packs: Iterable[Packed | None] = repeat(None)
+    if weights.format is not None:
+        parts = zip(*(kind.tensors for kind in weights.kinds), strict=True)
+        packs = map(Packed, names, repeat(shape), repeat(weights.format), parts)
+    for kind in weights.kinds:
+        book.consumed.enter(zip(kind.names, ones, strict=True))
+    sources = map(Source, weights.mains.names, repeat(region), repeat(False), repeat(False), packs)
+    book.sources.enter(zip(filled, sources, strict=True))
+    _note(book, weights, pattern, len(shape), roles)
+
+
+def _note(book: Book, weights: _Weights, pattern: str, dims: int, roles: frozenset[str]) -> None:
+    """These weights are entered; matrices stored plain are noted where the configuration calls them quantized."""
+    book.stock.take(weights.kinds)
+    book.fills.update((kind.pattern, pattern) for kind in weights.kinds if book.stock.is_whole(kind))
+    is_matrix = dims == 2 and bool(book.scheme.groups) and not roles.isdisjoint(QUANTIZED_ROLES)
+    if weights.format is None and is_matrix and book.scheme.of(weights.first.removesuffix(".weight")) is not None:
+        book.plain.add(weights.mains.group)
+
+
+def _with_columns(weights: _Weights, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the weights, less the columns of a last word that is part empty; none where parts do not fit it."""
-    if weights.format is None or weights.format.padding == 1 or len(shapes) != 1:
+    if weights.format is None or weights.format.padding == 1:
         return weights.shape
-    first = Packed(name, weights.shape, weights.format, tuple(part[0] for part in weights.parts))
-    (wanted,) = shapes
-    fitted = with_columns(first, wanted[-1]) if wanted else None
+    parts = tuple(kind.tensors[0] for kind in weights.kinds)
+    fitted = with_columns(Packed(weights.first, weights.shape, weights.format, parts), wanted[-1]) if wanted else None
     return fitted.shape if fitted is not None else ()
 
 
-def _is_meant(book: Book, weights: _Weights, dims: int, roles: frozenset[str] | None) -> bool:
-    """Whether tensors stored plain may be so; what the configuration calls quantized is noted, as in single account."""
-    if dims != 2 or not book.scheme.groups or roles is None or roles.isdisjoint(QUANTIZED_ROLES):
+def _may_be_plain(scheme: Scheme, dims: int, roles: frozenset[str]) -> bool:
+    """Whether it is known of all tensors alike, stored plain, if the configuration calls them quantized."""
+    if dims != 2 or not scheme.groups or roles.isdisjoint(QUANTIZED_ROLES):
         return True
-    if book.scheme.numbered or not roles <= QUANTIZED_ROLES:
-        return False
-    if book.scheme.of(weights.mains.first.removesuffix(".weight")) is not None:
-        book.plain.extend(weights.mains.names)
-    return True
+    return not scheme.numbered and roles <= QUANTIZED_ROLES
 
 
 def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[Kind]:
@@ -262,3 +352,23 @@ def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bo
     if FLOATS.issuperset(kind.dtypes):  # no codes, whatever they are called
         return True
     return bool(scheme.formats) and matcher.knows_none_of(weight)
+
+
+def lone_scales(stock: Stock, matcher: Matcher) -> list[Kind]:
+    """Of what is still to be entered the scales beside which there is no tensor that they could belong to."""
+    found = []
+    for kind in stock.rest:
+        is_scale = kind.pattern.endswith(SCALES) and left_out(kind.pattern) is None
+        if not is_scale or not kind.is_plain or not matcher.knows_none_of(kind.pattern):
+            continue
+        owned: set[int] = set()
+        for pattern in owners(kind.pattern):
+            places = kind.beside(stock.kinds[pattern]) if pattern in stock.kinds else ()
+            if places is None:
+                owned.update(range(len(kind.tensors)))
+            else:
+                owned.update(place for place, other in enumerate(places) if other >= 0)
+        alone = [place for place in range(len(kind.tensors)) if place not in owned]
+        if len(alone) >= FEWEST:
+            found.append(kind.those(alone if owned else range(len(kind.tensors))))
+    return found

@@ -321,7 +321,7 @@ def finding_fields(finding: Finding) -> Iterator[tuple[str, str]]:
     if finding.file and finding.file not in finding.message:
         yield "file", printable(finding.file)
     if finding.tensors:
-        yield "tensors", words.shorten(finding.tensors)
+        yield "tensors", words.shorten(finding.tensors, more=finding.more_tensors)
     if finding.expected is not None and finding.expected not in finding.message:
         yield "expected", printable(finding.expected)
     if finding.found is not None and finding.found != "absent" and finding.found not in finding.message:

@@ -133,10 +133,10 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def shorten(names: tuple[str, ...], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return printable(", ".join(names[:most])) + rest
+def shorten(names: tuple[str, ...], most: int = 4, more: int = 0) -> str:
+    """The first names, and how many more there are, `more` of them not among the names."""
+    left = max(len(names) - most, 0) + more
+    return printable(", ".join(names[:most])) + (f" and {left:,} more" if left else "")
 
 
 def harmless(text: str) -> str:

@@ -88,6 +88,21 @@ def moved(header: dict[str, Any]) -> None:
     header[name]["data_offsets"] = [offset - 2 for offset in header[name]["data_offsets"]]
 
 
+def recast(header: dict[str, Any], word: str, **other: Any) -> None:
+    """Entries whose names have a word in them say something else."""
+    for name, entry in header.items():
+        if word in name and name != "__metadata__":
+            entry.update(other)
+
+
+def shifted(header: dict[str, Any], by: int) -> None:
+    """Each entry so many bytes further from where it should be than the one before."""
+    for place, name in enumerate(name for name in header if name != "__metadata__"):
+        start, stop = header[name]["data_offsets"]
+        first = max(0, start + place * by)
+        header[name]["data_offsets"] = [first, first + stop - start]
+
+
 def cut(path: Path, nbytes: int) -> None:
     with path.open("r+b") as stream:
         stream.truncate(nbytes)
@@ -116,6 +131,12 @@ CHANGES: dict[str, Change] = {
     "a shard is longer": lambda home: cut(shard(home, 2), shard(home, 2).stat().st_size + 9),
     "tensors overlap": lambda home: rewrite(home, 3, moved),
     "a dtype is unknown": lambda home: rewrite(home, 1, lambda h: h[list(h)[4]].update(dtype="F3")),
+    "kinds of dtypes are unknown": lambda home: rewrite(home, 2, lambda h: recast(h, "w1", dtype="Q4", shape=[5])),
+    "a kind has other shapes": lambda home: rewrite(home, 2, lambda h: recast(h, "weight_packed", shape=[3, 3])),
+    "nothing is what it says": lambda home: [rewrite(home, n, lambda h: recast(h, "", dtype="F4")) for n in (2, 3)],
+    "gaps between all tensors": lambda home: rewrite(home, 2, lambda h: shifted(h, 2)),
+    "all tensors overlap": lambda home: rewrite(home, 3, lambda h: shifted(h, -2)),
+    "half of a shard is not there": lambda home: cut(shard(home, 2), shard(home, 2).stat().st_size // 2),
     "metadata is no text": lambda home: rewrite(home, 1, lambda h: {**h, "__metadata__": {"a": 1}}),
     "a tensor has moved": lambda home: reindex(home, lambda m: {n: m[n] if i % 50 else "x" for i, n in enumerate(m)}),
     "tensors are not listed": lambda home: reindex(home, lambda m: dict(list(m.items())[5:])),

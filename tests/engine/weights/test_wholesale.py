@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights import checkpoint as opening
 from firstlight.engine.weights import ledger, wholesale
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
@@ -20,21 +22,39 @@ Get = Callable[[str], Path]
 
 
 def both(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Ledger, Ledger]:
-    """The account with kinds entered at once from two members on, and with none."""
+    """The account with kinds entered at once from two members on, of columns and of objects, and with none."""
     checkpoint = Checkpoint.open(home)
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "MANY", 0)
+        columns = Checkpoint.open(home)
     spec, matcher = FAMILIES.describe(checkpoint.config)
     found: list[Ledger] = []
-    for fewest in (2, 1 << 60):
+    for fewest, seen in ((2, columns), (2, checkpoint), (1 << 60, checkpoint)):
         monkeypatch.setattr(wholesale, "FEWEST", fewest)
         monkeypatch.setattr(ledger, "MANY", fewest)
-        found.append(msgspec.structs.replace(account(checkpoint, spec, matcher), fills={}))
-    fast, plain = found
+        found.append(in_order(account(seen, spec, matcher)))
+    other, fast, plain = found
+    assert other == fast
     assert isinstance(plain.sources, dict)
     assert len(fast.sources) == len(list(fast.sources)) == len(plain.sources)
     assert len(fast.consumed) == len(list(fast.consumed)) == len(plain.consumed)
     assert "layers.0.nothing.weight" not in fast.sources
     assert "model.layers.99.mlp.up_proj.weight" not in fast.consumed
     return fast, plain
+
+
+def in_order(ledger: Ledger) -> Ledger:
+    """The account with names in an order of their own: kinds come one after another, single tensors in turn."""
+    findings = [msgspec.structs.replace(one, tensors=tuple(sorted(one.tensors))) for one in ledger.findings]
+    findings.sort(key=lambda one: (one.code, one.message))
+    return msgspec.structs.replace(
+        ledger,
+        findings=tuple(findings),
+        missing=sorted(ledger.missing),
+        unconsumed=sorted(ledger.unconsumed),
+        fills={},
+        strangers=frozenset(),
+    )
 
 
 def small_k3() -> tuple[dict[str, Any], list[Stored]]:
@@ -113,13 +133,59 @@ CHANGES: dict[str, Callable[[list[Stored]], Any]] = {
         *t,
         *((n.replace("language_model.model", "model.language_model"), d, s) for n, d, s in t if "o_proj" in n),
     ],
+    "every second tensor is not there": lambda t: t[1::2],
+    "every third tensor is not there": lambda t: [item for place, item in enumerate(t) if place % 3],
+    "an expert of each layer is not there": lambda t: [item for item in t if ".experts.7." not in item[0]],
+    "experts from one on": lambda t: [(renumbered(n, "experts"), d, s) for n, d, s in t],
+    "layers from one on": lambda t: [(renumbered(n, "layers"), d, s) for n, d, s in t],
+    "experts the other way round": lambda t: [(n, d, s[::-1] if ".experts." in n else s) for n, d, s in t],
+    "every second expert the other way round": lambda t: [
+        (n, d, s[::-1] if ".experts." in n and int(n.split(".")[6]) % 2 else s) for n, d, s in t
+    ],
+    "upper case": lambda t: [(n.upper(), d, s) for n, d, s in t],
+    "more layers": lambda t: [
+        *t,
+        *((n.replace(".7.", f".{more}."), d, s) for more in (8, 9) for n, d, s in t if ".layers.7." in n),
+    ],
+    "unpacked beside the codes": lambda t: [
+        *t,
+        *((n.removesuffix("_packed"), "BF16", (s[0], 2 * s[1])) for n, d, s in t if n.endswith("_packed")),
+    ],
+    "norms of two shapes": lambda t: [
+        (n, d, (2,) if n.endswith(("1.input_layernorm.weight", "5.input_layernorm.weight")) else s) for n, d, s in t
+    ],
 }
+
+
+def renumbered(name: str, part: str) -> str:
+    """The name with the number behind a part of it one higher."""
+    return re.sub(rf"(?<={part}\.)\d+", lambda number: str(int(number[0]) + 1), name)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_wrong_is_found_all_the_same(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors = small_k3()
     fast, plain = both(write_release(tmp_path / "k3", config, CHANGES[change](tensors), 3), monkeypatch)
+    assert fast == plain
+    assert not fast.complete
+
+
+CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "fewer experts": lambda text: text.update(num_experts=6),
+    "more experts": lambda text: text.update(num_experts=24),
+    "fewer layers": lambda text: text.update(num_hidden_layers=4),
+    "nothing about codes": lambda text: text.pop("quantization_config"),
+}
+
+
+@pytest.mark.parametrize("change", CONFIGS)
+def test_the_configuration_of_another_release(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = small_k3()
+    text, linear = config["text_config"], config["text_config"]["linear_attn_config"]
+    CONFIGS[change](text)
+    for key in ("full_attn_layers", "kda_layers"):
+        linear[key] = [number for number in linear[key] if number <= text["num_hidden_layers"]]
+    fast, plain = both(write_release(tmp_path / "k3", config, tensors, 3), monkeypatch)
     assert fast == plain
     assert not fast.complete
 
