@@ -27,7 +27,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         "packed": "packed",
     },
 }
-PATHS = frozenset({"CKPT", "CKPT|FACTS", "RUN", "NOTEBOOK", "FILE", "DIR"})  # what options whose value is one ask for
+# What a value is by the word that stands for it in the help, where one without a letter means nothing.
+NEVER_EMPTY: Mapping[str, str] = {
+    **dict.fromkeys(("CKPT", "CKPT|FACTS", "RUN", "NOTEBOOK", "FILE", "DIR"), "a path"),
+    "H": "an address",
+    "T": "a token",
+    "NAME": "a name",
+}
 NOT_IN_FILES = frozenset({"config", "help", "json", "run", "quiet", "ended_run"})
 
 
@@ -78,7 +84,7 @@ def parse(verb: str, command: Command, words: Sequence[str]) -> argparse.Namespa
             refuse_unknown("option", word.partition("=")[0], parser.flags, f"firstlight {verb} --help lists them")
     if left:
         parser.error(f"{left[0]!r} is one argument too many")
-    _refuse_nameless(parser, parsed)
+    _refuse_empty(parser, parsed)
     parsed.words = tuple(words)
     return parsed
 
@@ -185,13 +191,13 @@ def value_of(option: str, words: Sequence[str]) -> str | None:
     return value
 
 
-def _refuse_nameless(parser: Parser, parsed: argparse.Namespace) -> None:
-    """Refuses a path without a letter, as a variable that is not set leaves it: it would mean this very directory."""
+def _refuse_empty(parser: Parser, parsed: argparse.Namespace) -> None:
+    """Refuses what a variable leaves that is not set: as a path it would mean this directory, as a token none."""
     for action in parser._actions:
         value = getattr(parsed, action.dest, None)
-        if action.metavar in PATHS and "" in (value if isinstance(value, list) else [value]):
+        if action.metavar in NEVER_EMPTY and "" in (value if isinstance(value, list) else [value]):
             name = action.option_strings[-1] if action.option_strings else action.metavar
-            parser.error(f"{name} is empty: a path was expected")
+            parser.error(f"{name} is empty: {NEVER_EMPTY[action.metavar]} was expected")
 
 
 def _refuse_bytes(words: Sequence[str]) -> None:

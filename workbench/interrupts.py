@@ -1,12 +1,14 @@
 """Interrupts for the command line: they arrive in the background of a shell too, and never in the middle of an import.
 
-Libraries in C lose an interrupt that comes while they define their types, or crash; half a report is none. No torch.
+Libraries in C lose an interrupt that comes while they define their types, or crash; half a report is none. Python
+drops one that comes while a finaliser runs: it is raised again. No torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,18 +34,31 @@ def listening() -> Iterator[None]:
         since_s.append(time.monotonic())
         if not _is_busy(frame) or since_s[-1] - since_s[0] > LONGEST_S:
             raise KeyboardInterrupt
-        later = threading.Timer(RETRY_S, signal.pthread_kill, (threading.main_thread().ident, number))
-        later.daemon = True
-        later.start()
+        _again(number)
+
+    def ignored(error: sys.UnraisableHookArgs) -> None:
+        if error.exc_type is KeyboardInterrupt:
+            _again(signal.SIGINT)
+        else:
+            reports(error)
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    reports, sys.unraisablehook = sys.unraisablehook, ignored
     try:
         if getattr(before[signal.SIGINT], "heard", False):
             raise KeyboardInterrupt
         yield
     finally:
+        sys.unraisablehook = reports
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _again(number: int) -> None:
+    """The signal once more, a little later."""
+    later = threading.Timer(RETRY_S, signal.pthread_kill, (threading.main_thread().ident, number))
+    later.daemon = True
+    later.start()
 
 
 def _is_busy(frame: FrameType | None) -> bool:

@@ -93,6 +93,7 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("stress", "n" * 300), "found file name too long"),
         (("scan", ""), "CKPT is empty"),
         (("serve", "--stop", ""), "--stop is empty"),
+        (("dashboard", ".", "--token", ""), "--token is empty: a token was expected"),
         (("generate", "x", "--prompt", "a", "--image", ""), "--image is empty"),
         (("runbook", "n", "x"), "n is no notebook"),
         (("runbook", str(ROOT / "notebooks" / "runbook_template.ipynb"), "no/such/dir"), "not a checkpoint directory"),

@@ -17,7 +17,7 @@ from firstlight.workbench.__main__ import Early
 from firstlight.workbench.interrupts import listening
 from firstlight.workbench.outlet import Outlet
 from firstlight.workbench.report import Report, interruption
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 # Ends the process where torch would be imported: 0 if numpy was imported before it. torch imports numpy itself from a
 # place that drops every exception, an interrupt too, and then goes on without numpy.
@@ -82,6 +82,22 @@ def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt), listening():
         _wait(lambda: os.kill(os.getpid(), signal.SIGINT))
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def _finish(make: Callable[[], object]) -> None:
+    """Makes one, which ends at once, and waits for what comes of it."""
+    make()
+    until(lambda: False)
+
+
+def test_an_interrupt_that_comes_in_a_finaliser_is_not_lost() -> None:
+    class Late:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), listening():
+        _finish(Late)
+    assert sys.unraisablehook.__module__ != listening.__module__
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -60,9 +61,15 @@ def run(arguments: argparse.Namespace, session: Session) -> NoReturn:
     draft = Draft("dashboard", str(folder))
     draft.metric("url", address, "")
     session.outlet.write(draft.close())
+    loop = server.io_loop
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the server's own way prints, and fails where nobody reads
+        loop.asyncio_loop.add_signal_handler(number, loop.stop)
     try:
         server.start()
-        server.io_loop.start()  # the server's own way would print what a signal was, and fail at it where nobody reads
+        loop.start()
     finally:
         server.stop()
-    raise KeyboardInterrupt  # as a signal does, which is the only end
+    raise KeyboardInterrupt  # a signal is the only end
