@@ -34,7 +34,7 @@ from firstlight.engine.weights.sources.base import (
     ended_early,
     read_rows_at_once,
 )
-from firstlight.engine.weights.sources.retry import Interrupted, Pace, Patience, Retry, Target, fill
+from firstlight.engine.weights.sources.retry import Arrived, Interrupted, Pace, Patience, Retry, Target, fill
 
 if TYPE_CHECKING:
     from httpcore import NetworkStream
@@ -311,8 +311,8 @@ class HttpFile:
         self._stop = threading.Event()
         self._streams: dict[int, httpx.Response | None] = {}  # answers by thread; None: it is being waited for
 
-    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
-        target = Target(offset_bytes, buffers)
+    def read_into(self, offset_bytes: int, buffers: list[memoryview], arrived: Arrived | None = None) -> None:
+        target = Target(offset_bytes, buffers, arrived)
         end = offset_bytes + target.left
         if end > self._expected.nbytes:
             raise ended_early(self._file, self._expected.nbytes, end, target.left)

@@ -1,7 +1,8 @@
 """What was read from afar, kept in a local file: read again from there, and gone on with after a crash.
 
 Beside the sparse `NAME.part` lies a journal of the blocks that are in it, each with its checksum: whatever a crash left
-behind, a block whose checksum does not hold is fetched again. The file gets its name when the last block is there.
+behind, a block whose checksum does not hold is fetched again. Several are asked for by one request, and each is written
+down as it comes. The file gets its name when the last block is there.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from firstlight.engine.weights.sources.base import (
     ByteSource,
@@ -26,16 +28,31 @@ from firstlight.engine.weights.sources.base import (
     unread,
 )
 from firstlight.engine.weights.sources.local import LocalFiles
+from firstlight.engine.weights.sources.retry import Arrived
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 512 << 10  # of a record of the journal: less than that of each request is lost with its process
+RUN_BLOCKS = 8  # that one request asks for, at most
 PART, JOURNAL = ".part", ".journal"
 _RECORD = struct.Struct("<II")  # block, CRC-32 of its bytes
+
+
+class FarFile(OpenFile, Protocol):
+    """A file that comes bit by bit."""
+
+    def read_into(self, offset_bytes: int, buffers: list[memoryview], arrived: Arrived | None = None) -> None:
+        """As that of any file; `arrived` is called by this thread as bytes come, in order, and at last with all."""
+
+
+class FarFiles(ByteSource, Protocol):
+    """Where such files are."""
+
+    def open(self, name: str) -> FarFile: ...
 
 
 class KeptFiles:
     """The files of `far`, of which `directory` holds some and some parts; with `keep` it gets all that is read."""
 
-    def __init__(self, far: ByteSource, directory: Path, keep: bool) -> None:
+    def __init__(self, far: FarFiles, directory: Path, keep: bool) -> None:
         self.url = far.url
         self.shape: ReadShape = far.shape
         self.usage: Usage = far.usage
@@ -112,7 +129,7 @@ class _Opened:
 class KeptFile:
     """One file that is partly here. Blocks are fetched whole, by whichever reader needs one first."""
 
-    def __init__(self, far: ByteSource, near: LocalFiles, name: str, nbytes: int) -> None:
+    def __init__(self, far: FarFiles, near: LocalFiles, name: str, nbytes: int) -> None:
         self._far = far
         self._name = name
         self._nbytes = nbytes
@@ -124,6 +141,8 @@ class KeptFile:
         self._busy: set[int] = set()
         self._sure: set[int] = set()  # fetched or checked by this process
         self._known: dict[int, int] = {}
+        self._log: int | None = None
+        self._read_to = 0  # of the journal
         try:
             with _in_turn(self._path.parent):
                 self._begin()
@@ -139,19 +158,19 @@ class KeptFile:
         self._descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._descriptor, self._nbytes)
         self._log = os.open(self._journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        written = self._journal.read_bytes()
-        if written != _whole(written):  # a record that was cut would put all behind it out of step
-            os.ftruncate(self._log, len(_whole(written)))
-        self._known = dict(_RECORD.iter_unpack(_whole(written)))
+        written = os.fstat(self._log).st_size
+        os.ftruncate(self._log, written - written % _RECORD.size)  # a cut record would put all behind it out of step
+        self._learn()
 
     def read_into(self, offset_bytes: int, buffers: list[memoryview], reader: _Opened) -> None:
         """Fill the buffers with what starts at `offset_bytes`; what is not here is fetched for `reader`."""
+        last = (offset_bytes + sum(view.nbytes for view in buffers) - 1) // BLOCK_BYTES
         for view in buffers:
             done = 0
             while done < view.nbytes:
                 block, at = divmod(offset_bytes + done, BLOCK_BYTES)
                 count = min(view.nbytes - done, BLOCK_BYTES - at)
-                self._provide(block, reader)
+                self._provide(block, last, reader)
                 self._from_part(offset_bytes + done, view[done : done + count])
                 done += count
             offset_bytes += view.nbytes
@@ -171,23 +190,40 @@ class KeptFile:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _provide(self, block: int, reader: _Opened) -> None:
-        """Have a block in the file: because it was, and its checksum holds, or by fetching it."""
+    def _provide(self, block: int, last: int, reader: _Opened) -> None:
+        """Have a block in the file: because it was, and its checksum holds, or fetched with others up to `last`."""
         with self._changed:
             while block in self._busy:
                 self._changed.wait()
             if block in self._sure:
                 return
-            self._busy.add(block)
+            run = self._run(block, last)
+            self._busy.update(run)
+            self._learn()
         try:
-            if not self._holds(block):
-                self._fetch(block, reader)
-            with self._changed:
-                self._sure.add(block)
+            for start, stop in _runs([one for one in run if not self._holds(one)]):
+                self._fetch(start, stop, reader)
         finally:
             with self._changed:
-                self._busy.discard(block)
+                self._busy.difference_update(run)
                 self._changed.notify_all()
+
+    def _run(self, block: int, last: int) -> range:
+        """A block and those behind it, up to `last`, that nobody has or is at."""
+        stop = block + 1
+        while stop <= last and stop < block + RUN_BLOCKS and stop not in self._busy and stop not in self._sure:
+            stop += 1
+        return range(block, stop)
+
+    def _learn(self) -> None:
+        """Take in what has been written into the journal, by other processes as well."""
+        if self._log is None:
+            return
+        count = (os.fstat(self._log).st_size - self._read_to) // _RECORD.size
+        if count > 0:
+            written = os.pread(self._log, count * _RECORD.size, self._read_to)
+            self._known.update(_RECORD.iter_unpack(_whole(written)))
+            self._read_to += len(_whole(written))
 
     def _holds(self, block: int) -> bool:
         if block not in self._known:
@@ -198,25 +234,46 @@ class KeptFile:
             self._usage.add("spoilt")
             return False
         self._usage.add("kept", data.nbytes)
+        self._settle(block)
         return True
 
-    def _fetch(self, block: int, reader: _Opened) -> None:
-        data = memoryview(bytearray(self._size(block)))
+    def _fetch(self, start: int, stop: int, reader: _Opened) -> None:
+        """Blocks [start, stop) by one request; each is in the file, and written down, once it has come."""
+        first_byte = start * BLOCK_BYTES
+        data = memoryview(bytearray(min(stop * BLOCK_BYTES, self._nbytes) - first_byte))
+        coming = start
+
+        def arrived(count: int) -> None:
+            nonlocal coming
+            while coming < stop and count >= (edge := min((coming + 1) * BLOCK_BYTES - first_byte, data.nbytes)):
+                self._write(coming, data[coming * BLOCK_BYTES - first_byte : edge])
+                coming += 1
+
         opened = self._far.open(self._name)
         reader.begin(opened)
         try:
-            opened.read_into(block * BLOCK_BYTES, [data])
+            opened.read_into(first_byte, [data], arrived)
             opened.check()
         finally:
             reader.end(opened)
             opened.close()
+
+    def _write(self, block: int, data: memoryview) -> None:
         try:
             written = 0
             while written < data.nbytes:
                 written += os.pwrite(self._descriptor, data[written:], block * BLOCK_BYTES + written)
+            assert self._log is not None
             os.write(self._log, _RECORD.pack(block, zlib.crc32(data)))
         except OSError as error:
             raise unkept(str(self._part), error) from error
+        self._settle(block)
+
+    def _settle(self, block: int) -> None:
+        with self._changed:
+            self._sure.add(block)
+            self._busy.discard(block)
+            self._changed.notify_all()
 
     def _size(self, block: int) -> int:
         return min(BLOCK_BYTES, self._nbytes - block * BLOCK_BYTES)
@@ -249,12 +306,21 @@ def fetch_all(source: KeptFiles, names: tuple[str, ...]) -> None:
         nbytes = source.stat(name).nbytes
         if source.is_whole(name):
             continue
-        blocks = range(0, nbytes, BLOCK_BYTES)
-        jobs = (Job([(name, at, memoryview(bytearray(min(BLOCK_BYTES, nbytes - at))))]) for at in blocks)
-        for _ in read_jobs(jobs, source, ahead_bytes=2 * source.shape.in_flight * BLOCK_BYTES):
+        size = RUN_BLOCKS * BLOCK_BYTES
+        jobs = (Job([(name, at, memoryview(bytearray(min(size, nbytes - at))))]) for at in range(0, nbytes, size))
+        for _ in read_jobs(jobs, source, ahead_bytes=2 * source.shape.in_flight * size):
             pass
         if nbytes and not source.is_whole(name):
             source.open(name).check()
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Blocks in order as [start, stop) of those that follow one another."""
+    start = 0
+    for at in range(1, len(blocks) + 1):
+        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
+            yield blocks[start], blocks[at - 1] + 1
+            start = at
 
 
 def _whole(journal: bytes) -> bytes:

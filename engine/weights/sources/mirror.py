@@ -26,7 +26,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource, FileStat, SourcePath
-from firstlight.engine.weights.sources.kept import KeptFiles, fetch_all
+from firstlight.engine.weights.sources.kept import FarFiles, KeptFiles, fetch_all
 from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.engine.weights.sources.retry import PATIENCE_S, Retry
 
@@ -217,7 +217,7 @@ class _Threads(ThreadPoolExecutor):
         self.shutdown(wait=not is_interrupted, cancel_futures=kind is not None)
 
 
-def _open_url(url: str, pinned: Mapping[str, FileStat], retry: Retry) -> ByteSource:
+def _open_url(url: str, pinned: Mapping[str, FileStat], retry: Retry) -> FarFiles:
     if url.startswith(("http://", "https://")):
         from firstlight.engine.weights.sources.http import HttpFiles
 

@@ -21,7 +21,7 @@ from firstlight.engine.weights.sources.base import (
     ended_early,
     read_rows_at_once,
 )
-from firstlight.engine.weights.sources.retry import Interrupted, Patience, Retry, Target, fill
+from firstlight.engine.weights.sources.retry import Arrived, Interrupted, Patience, Retry, Target, fill
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 OBJECT_SHAPE = ReadShape(chunk_bytes=16 << 20, smallest_bytes=8 << 20, gap_bytes=256 << 10, in_flight=16)
@@ -168,8 +168,8 @@ class ObjectFile:
         self._expected = expected
         self._stop = threading.Event()
 
-    def read_into(self, offset_bytes: int, buffers: list[memoryview]) -> None:
-        target = Target(offset_bytes, buffers)
+    def read_into(self, offset_bytes: int, buffers: list[memoryview], arrived: Arrived | None = None) -> None:
+        target = Target(offset_bytes, buffers, arrived)
         source, file = self._source, self._source.address(self._name)
         end = offset_bytes + target.left
         if end > self._expected.nbytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from firstlight.engine.weights.sources.base import Usage, out_of_patience, scatter
 
 PATIENCE_S = 8.0
+Arrived = Callable[[int], None]  # is told how many bytes of a range are there, from its start on
 LEAST_BYTES = 64 << 10  # that renew it: a server that gives a few and breaks off, again and again, would never end
 
 
@@ -102,14 +103,16 @@ class Interrupted(Exception):
 
 @dataclass(slots=True)
 class Target:
-    """A range that is being filled: from `offset_bytes` on, `left` bytes into `pending`."""
+    """A range that is being filled: from `offset_bytes` on, `left` bytes of `whole` into `pending`."""
 
     offset_bytes: int
     pending: list[memoryview]
+    arrived: Arrived | None = None
     left: int = field(init=False)
+    whole: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = sum(view.nbytes for view in self.pending)
+        self.left = self.whole = sum(view.nbytes for view in self.pending)
 
     def accept(self, part: memoryview) -> None:
         """What came next; more than was asked for is an interruption, since nothing says which of it is meant."""
@@ -118,6 +121,8 @@ class Target:
         self.pending = scatter(part, self.pending)
         self.offset_bytes += part.nbytes
         self.left -= part.nbytes
+        if self.arrived is not None:
+            self.arrived(self.whole - self.left)
 
 
 def fill(

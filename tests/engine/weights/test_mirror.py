@@ -163,6 +163,26 @@ def test_a_record_that_was_cut_puts_none_behind_it_out_of_step(
         assert source.usage["kept"] == (3 * 4096 if again else 0)
 
 
+def test_what_came_of_a_request_before_it_broke_off_is_kept(
+    web: far.Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block that one request asks for is written down as it comes, for this process, others and later ones."""
+    monkeypatch.setattr(kept, "BLOCK_BYTES", 4096)
+    directory = place(web, tmp_path, keep=True)
+    other = mirror.open_source(directory, QUICK)
+    beside = other.open(FIRST)  # before anything was there
+    web.always[FIRST] = far.cut(10_000)
+    with pytest.raises(Refused):
+        mirror.open_source(directory, QUICK).open(FIRST).read_into(0, [memoryview(bytearray(8 * 4096))])
+    del web.always[FIRST]
+    count = len(web.asked[FIRST])
+    data = bytearray(8 * 4096)
+    beside.read_into(0, [memoryview(data)])
+    assert data == (web.home / FIRST).read_bytes()[: len(data)]
+    assert web.asked[FIRST][count:] == [(QUICK.attempts * 10_000 // 4096 * 4096, 8 * 4096 - 1)]
+    assert other.usage["kept"] == 4 * 4096
+
+
 def test_a_cache_that_cannot_be_written_is_refused(web: far.Web, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused) as caught:
