@@ -9,13 +9,16 @@ source and holds every answer against the same sizes and etags.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -46,6 +49,8 @@ USUAL_NAMES = (
 NOT_FETCHED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".zip", ".gz", ".tar")
 SIDE_FILE_LIMIT_BYTES = 256 << 20
 SMALL_BYTES = 512 << 20  # all side files together
+UNFINISHED = "unfinished-"  # what a folder is called until it is complete
+JUST_NOW_S = 60.0  # a folder may be made and not held yet
 
 
 class Pointer(msgspec.Struct, frozen=True):
@@ -271,8 +276,11 @@ def _fetch_side_files(far: ByteSource, url: str, files: Mapping[str, tuple[int, 
         )
     home = directory.parent.parent
     home.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
+    scratch = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=home))
+    held = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        _lock(held)
+        _clear_unfinished(home)
         with _Threads(8) as pool:
             for name, data in zip(
                 small, pool.map(lambda one: _read(far, one, SIDE_FILE_LIMIT_BYTES), small), strict=True
@@ -285,7 +293,31 @@ def _fetch_side_files(far: ByteSource, url: str, files: Mapping[str, tuple[int, 
         else:
             _take_name(scratch, directory)
     finally:
+        os.close(held)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _clear_unfinished(home: Path) -> None:
+    """Take away what processes that were killed left unfinished: nobody holds it, and it is not from just now."""
+    for path in home.glob(f"{UNFINISHED}*"):
+        with suppress(OSError):  # it is gone, or not ours
+            if time.time() - path.stat().st_mtime < JUST_NOW_S:
+                continue
+            found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if _lock(found):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(found)
+
+
+def _lock(folder: int) -> bool:
+    """Hold an open folder as long as it is open; whether that could be, and nobody else does."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody does, or the file system has no locks
+        return False
+    return True
 
 
 def _take_name(scratch: Path, directory: Path) -> None:

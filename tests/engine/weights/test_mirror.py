@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -161,6 +162,21 @@ def test_a_record_that_was_cut_puts_none_behind_it_out_of_step(
         source = mirror.open_source(directory)
         source.open(FIRST).read_into(0, [memoryview(bytearray(9000))])
         assert source.usage["kept"] == (3 * 4096 if again else 0)
+
+
+def test_what_a_killed_process_left_unfinished_goes_with_the_next(web: far.Web, tmp_path: Path) -> None:
+    home = tmp_path / "cache" / "remote"
+    for name in ("unfinished-left", "unfinished-held", "unfinished-new", "kept"):
+        (home / name).mkdir(parents=True)
+        (home / name / "tokenizer.json").write_text("half")
+        if name != "unfinished-new":
+            os.utime(home / name, (0, 0))
+    held = os.open(home / "unfinished-held", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    directory = place(web, tmp_path)
+    os.close(held)
+    left = {path.name for path in home.iterdir()} - {directory.parent.name}
+    assert left == {"unfinished-held", "unfinished-new", "kept"}
 
 
 def test_what_came_of_a_request_before_it_broke_off_is_kept(
