@@ -311,16 +311,38 @@ def _likeness(to: difflib.SequenceMatcher[str], pattern: str) -> float:
     return to.ratio()
 
 
-def unconsumed_findings(groups: Mapping[str, Group], tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+def unconsumed_findings(
+    groups: Mapping[str, Group], tensors: Mapping[str, TensorInfo], matcher: Matcher
+) -> Iterator[Finding]:
     """Tensors that no parameter takes, by pattern; behind the first `MOST_NAMED` all others are one finding."""
     for names in islice(groups.values(), MOST_NAMED):
-        yield _unconsumed(names.range, names, tensors)
+        is_known = not matcher.knows_none_of(weight_of(names.pattern))
+        yield _unconsumed(names.range, names, tensors, is_known)
     rest = Listed(groups=islice(groups.values(), MOST_NAMED, None))
     if rest:
         yield _unconsumed(f"{len(groups) - MOST_NAMED:,} kinds more, as {rest[0]}", rest, tensors)
 
 
-def _unconsumed(what: str, names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Finding:
+def weight_of(pattern: str) -> str:
+    """The name of the weight that a tensor is, or belongs to; of patterns as of names."""
+    weight = weight_name(pattern)
+    if weight is not None:
+        return weight
+    return next(owners(pattern)) if pattern.endswith(SCALES) else pattern
+
+
+def _unconsumed(what: str, names: Sequence[str], tensors: Mapping[str, TensorInfo], is_known: bool = False) -> Finding:
+    """`is_known`: rules speak of such tensors, but by the configuration there is no parameter for these."""
+    if is_known:
+        return fatal(
+            "unconsumed-tensor",
+            f"{what}: {len(names):,} tensors that no parameter consumes: by config.json there are no such parameters",
+            file=tensors[names[0]].file,
+            **listing(names),
+            expected="tensors of the layers, experts and parts that config.json has",
+            found="others",
+            next="fetch config.json and weights of one release, or add a rule that leaves these out with a reason",
+        )
     return fatal(
         "unconsumed-tensor",
         f"{what}: {len(names):,} tensors that no parameter consumes",

@@ -48,6 +48,7 @@ from firstlight.engine.weights.packed import (
 )
 from firstlight.engine.weights.packed import Problem as Mismatch
 from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padded_findings
+from firstlight.engine.weights.renamed import renamed
 from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread, without_consequences
 from firstlight.engine.weights.source import Region, Source
 from firstlight.engine.weights.stock import Kind, stock
@@ -138,7 +139,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
             book.enter(tensor, matcher.match(broken or tensor.name), sound=broken is None)
     book.leave_out(grouped.companions)
     book.settle_head(spec)
-    ledger = book.close(spec, lost(checkpoint, matcher, book.params))
+    ledger = book.close(spec, matcher, lost(checkpoint, matcher, book.params))
     said = ledger.findings
     if not scheme.groups and not findings and (tool := by_names(Listed.firsts(ledger.unconsumed))) is not None:
         findings, said = (tool,), (tool, *said)
@@ -375,7 +376,7 @@ class _Book:
             )
         )
 
-    def close(self, spec: ModelSpec, lost: Mapping[str, Mapping[tuple[int, ...], str]]) -> Ledger:
+    def close(self, spec: ModelSpec, matcher: Matcher, lost: Mapping[str, Mapping[tuple[int, ...], str]]) -> Ledger:
         missing = self.params.missing(self.sources)
         tensors = self.checkpoint.tensors
         self.findings.extend(self._misfits())
@@ -387,8 +388,13 @@ class _Book:
         scales, unknown = split_scales(self.unconsumed, self.consumed, tensors)
         self.findings.extend(scale_findings(scales, [kind.group for kind in self.lone], self.consumed, tensors))
         groups = Listed(unknown, [kind.group for kind in self.strangers]).by_pattern()
-        self.findings.extend(missing_findings(missing, self.params, groups, tensors, spec.tied_head, lost))
-        self.findings.extend(unconsumed_findings(groups, tensors))
+        rest = missing
+        if (others := renamed(groups, matcher)) is not None:
+            self.findings.extend(others.findings(missing, tensors))
+            groups = {pattern: names for pattern, names in groups.items() if pattern not in others.groups}
+            rest = {pattern: names for pattern, names in missing.items() if pattern not in others.params}
+        self.findings.extend(missing_findings(rest, self.params, groups, tensors, spec.tied_head, lost))
+        self.findings.extend(unconsumed_findings(groups, tensors, matcher))
         return Ledger(
             sources=self.sources if len(tensors) >= MANY else dict(self.sources),
             consumed=self.consumed if len(tensors) >= MANY else dict(self.consumed),

@@ -84,6 +84,25 @@ def test_packed_weights_with_their_scales(tmp_path: Path, monkeypatch: pytest.Mo
     assert fast.summary()["tensors_consumed"] == len(tensors)
 
 
+@pytest.mark.parametrize(
+    ("head", "other"), [("", "other."), ("language_model.model.", "model."), ("language_model.", "language_model.x.")]
+)
+def test_names_that_begin_otherwise_are_one_fault(
+    head: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = small_k3()
+    names = {name: other + name.removeprefix(head) if name.startswith(head) else name for name, _, _ in tensors}
+    renamed = [(names[name], dtype, shape) for name, dtype, shape in tensors]
+    fast, plain = both(write_release(tmp_path / "k3", config, renamed, 3), monkeypatch)
+    assert fast == plain
+    missing, unconsumed = (finding for finding in fast.findings if finding.severity == "fatal")
+    assert (missing.code, unconsumed.code) == ("missing-tensor", "unconsumed-tensor")
+    changed = sorted(new for old, new in names.items() if new != old)
+    assert (len(unconsumed.tensors) + unconsumed.more_tensors, fast.unconsumed) == (len(changed), changed)
+    assert len(missing.tensors) + missing.more_tensors == len(fast.missing)
+    assert f"'{other}'" in unconsumed.message or f"'{head.removesuffix(other)}'" in unconsumed.message
+
+
 EXPERT = "language_model.model.layers.3.block_sparse_moe.experts.5."
 
 

@@ -1,0 +1,111 @@
+"""Tensors whose names begin otherwise than the rules of a family have it, throughout: one fault, and said as one.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+
+import msgspec
+
+from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
+from firstlight.engine.model.rules import Matcher
+from firstlight.engine.weights.gaps import weight_of
+from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.listed import Group, Listed, Numbered
+from firstlight.engine.weights.naming import pattern_of
+
+FEWEST_KINDS = 16  # that are worth one finding instead of one each
+_MOST_PARTS = 3  # of a name that are taken for its beginning
+_HEAD = re.compile(r"[^{(]*\.")
+
+
+class Renamed(msgspec.Struct, frozen=True):
+    """`groups` of tensors begin with `dropped` where rules have `added`, and would fill parameters of `params`."""
+
+    dropped: str
+    added: str
+    groups: dict[str, Group]
+    params: frozenset[str]
+
+    def findings(self, missing: Mapping[str, Numbered], tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+        """One finding for the tensors, and one for the parameters that they would fill."""
+        names = Listed(groups=self.groups.values())
+        lacking = Listed(groups=[of_it for pattern, of_it in missing.items() if pattern in self.params])
+        begins = " and ".join(
+            said.format(head)
+            for said, head in (("begin with '{}'", self.dropped), ("do not begin with '{}'", self.added))
+            if head
+        )
+        wanted = f"names that begin with {self.added}" if self.added else "names without it"
+        way = "rename the tensors, or let the rules of the family take such names as well; nothing is guessed"
+        if lacking:
+            yield fatal(
+                "missing-tensor",
+                f"{len(lacking):,} parameters of {len(lacking.by_pattern()):,} kinds are not filled: their tensors "
+                f"have names that {begins}",
+                **listing(lacking),
+                expected=wanted,
+                found=names[0],
+                next=way,
+            )
+        yield fatal(
+            "unconsumed-tensor",
+            f"{len(names):,} tensors of {len(self.groups):,} kinds, of which no rule speaks, have names that {begins}: "
+            f"{names.shown(2)}, and so on",
+            file=tensors[names[0]].file,
+            **listing(names),
+            expected=wanted,
+            found=names[0],
+            next=way,
+        )
+
+
+def renamed(groups: Mapping[str, Group], matcher: Matcher) -> Renamed | None:
+    """What most of very many kinds that no rule speaks of have in common with names that rules do speak of."""
+    strange = {pattern: of for pattern in groups if matcher.knows_none_of(of := weight_of(pattern))}
+    if len(strange) <= FEWEST_KINDS:
+        return None
+    best: tuple[str, str, list[str]] = "", "", []
+    for dropped, added in product(_beginnings(strange.values()), _beginnings(_heads(matcher))):
+        fitting = [
+            pattern
+            for pattern, weight in strange.items()
+            if weight.startswith(dropped) and not matcher.knows_none_of(added + weight.removeprefix(dropped))
+        ]
+        if len(fitting) > len(best[2]):
+            best = dropped, added, fitting
+    dropped, added, fitting = best
+    if len(fitting) <= FEWEST_KINDS or 2 * len(fitting) < len(strange):
+        return None
+    params: set[str] = set()
+    for pattern in fitting:
+        kind = added + strange[pattern].removeprefix(dropped)
+        found = matcher.match_kind(kind, kind.replace("*", "0"), lambda: ())
+        if found is not None:
+            params.update(found[1])
+            continue
+        weights = (added + weight_of(name).removeprefix(dropped) for name in groups[pattern][:MOST_TENSORS])
+        matches = (matcher.match(weight) for weight in weights)
+        params.update(pattern_of(param) for match in matches if match is not None for param in match.params)
+    return Renamed(dropped, added, {pattern: groups[pattern] for pattern in fitting}, frozenset(params))
+
+
+def _heads(matcher: Matcher) -> Iterator[str]:
+    """What tensors that rules speak of begin with."""
+    return (found[0] for item in matcher.rules if (found := _HEAD.match(item.tensor)) is not None)
+
+
+def _beginnings(names: Iterable[str]) -> list[str]:
+    """The first parts of names, one, two and so on, each with its dot; nothing first."""
+    found: dict[str, None] = {"": None}
+    for name in names:
+        parts = name.split(".")[:-1]
+        for count in range(1, min(len(parts), _MOST_PARTS) + 1):
+            head = ".".join(parts[:count]) + "."
+            if "*" not in head:
+                found[head] = None
+    return list(found)
