@@ -222,13 +222,13 @@ def _layers(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]
         yield _clash(
             f"num_hidden_layers is {count:,}, the headers hold {len(found):,} layers up to number {max(found):,}",
             f"layers 0 to {count - 1:,}" + (f", and {extra} extra prediction layers" if extra else ""),
-            f"no layer {min(absent):,}" if absent else _first(sorted(beyond)),
+            f"no layer {min(absent):,}" if absent else _beyond(min(beyond), len(beyond) - 1),
             "config.json and weights belong to different releases: fetch both again",
         )
 
 
-def _first(beyond: Sequence[int]) -> str:
-    return f"layer {beyond[0]:,}" + (f" and {len(beyond) - 1:,} more" if len(beyond) > 1 else "")
+def _beyond(first: int, others: int) -> str:
+    return f"layer {first:,}" + (f" and {others:,} more" if others else "")
 
 
 def _experts(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]:

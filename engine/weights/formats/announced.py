@@ -18,7 +18,7 @@ from firstlight.engine.weights.formats.gptq import Gptq
 from firstlight.engine.weights.formats.grid import WHOLE, Format
 from firstlight.engine.weights.formats.modelopt import modelopt
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
-from firstlight.engine.weights.formats.refusing import Options, is_block, mapping, refuse
+from firstlight.engine.weights.formats.refusing import Options, flag_of, is_block, mapping, refuse
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
 from firstlight.engine.weights.formats.unread import HARMLESS, unread
 
@@ -170,7 +170,7 @@ def _awq(options: Options, config: Mapping[str, Any]) -> Scheme:
         for modules, change in _otherwise(options, ("group_size", "desc_act"))
     ]
     every = Group(Awq(group=options.group(usual), symmetric=symmetric))
-    return Scheme("awq", (*some, every), kept, head=bool(options.get("lm_head", False)))
+    return Scheme("awq", (*some, every), kept, head=options.flag("lm_head"))
 
 
 def _words(options: Options) -> None:
@@ -217,7 +217,7 @@ def _gptq(options: Options, config: Mapping[str, Any]) -> Scheme:
     every = Group(_gptq_format(options, forms[0], {}), Modules(inside) if inside else None)
     settings = _otherwise(options, SETTINGS)
     some = [Group(_gptq_format(options, forms[0], change), modules) for modules, change in settings]
-    return Scheme("gptq", (*some, every), Modules(kept), head=bool(options.get("lm_head", False)))
+    return Scheme("gptq", (*some, every), Modules(kept), head=options.flag("lm_head"))
 
 
 def _gptq_format(options: Options, form: str, change: Mapping[str, Any]) -> Format:
@@ -230,8 +230,8 @@ def _gptq_format(options: Options, form: str, change: Mapping[str, Any]) -> Form
         bits=bits,
         group=options.group(128 if said["group_size"] is None else said["group_size"]),
         zero_offset=0 if form == "gptq_v2" else 1,
-        shuffled=said["desc_act"] is True,
-        symmetric=said["sym"] is True,
+        shuffled=flag_of("desc_act", said["desc_act"], False),
+        symmetric=flag_of("sym", said["sym"], False),
         borrows="gptqmodel" in str(mapping(options.get("meta")).get("quantizer")).lower(),
     )
 

@@ -15,6 +15,20 @@ def mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def object_of(key: str, value: object) -> Mapping[str, Any]:
+    """`value`, which `key` holds, as an object; an empty one for nothing. Raises `Refused` for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        refuse(key, value, "an object, or nothing")
+    return mapping(value)
+
+
+def flag_of(key: str, value: object, default: bool) -> bool:
+    """`value`, which `key` holds, as true or false. Raises `Refused` for anything else."""
+    if value not in (None, False, True):
+        refuse(key, value, "true or false, without quotes")
+    return default if value is None else bool(value)
+
+
 def is_block(value: object) -> TypeGuard[list[int]]:
     """Two positive numbers: rows and columns."""
     return isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
@@ -46,6 +60,10 @@ class Options:
         self.seen.add(key)
         value = self.raw.get(key)
         return default if value is None else value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        return flag_of(key, self.get(key), default)
 
     def names(self, key: str) -> tuple[str, ...]:
         """A list of names."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from firstlight.engine.weights.synthesize import synthesize
 from firstlight.workbench.plan import plan
 from tests.engine.weights.accounts import fatal, one, quantize, settle
 from tests.engine.weights.files import LLAMA
-from tests.engine.weights.quantized import CONFIGS
+from tests.engine.weights.quantized import CONFIGS, compressed
 
 
 @pytest.fixture
@@ -198,3 +200,34 @@ def test_the_file_that_optimum_quanto_leaves_is_a_refusal_of_scan_and_plan(llama
 def test_mlx_says_it_under_a_key_of_its_own() -> None:
     with pytest.raises(Refused, match="Apple's MLX"):
         announced({"quantization": {"group_size": 64, "bits": 4}})
+
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": ["fp8"]},
+        {"quant_method": "gptq", "bits": 4, "sym": "yes"},
+        {"quant_method": "gptq", "bits": 4, "desc_act": 7},
+        {"quant_method": "awq", "bits": 4, "lm_head": [1]},
+        {"quant_method": "compressed-tensors", "config_groups": "big"},
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": 5}},
+        {**compressed("int-quantized", **INT8), "sparsity_config": "dense"},
+        compressed("int-quantized", **{**INT8, "symmetric": "7"}),
+        compressed("int-quantized", **{**INT8, "type": 5}),
+        compressed("pack-quantized", **{**INT8, "strategy": "group", "group_size": -7}),
+        compressed("mxfp4-pack-quantized", **{**FP4, "num_bits": 8}),
+        compressed("nvfp4-pack-quantized", **FP4),
+    ],
+    ids=str,
+)
+def test_no_option_of_a_quantization_is_taken_for_what_it_does_not_say(quantization: Mapping[str, Any]) -> None:
+    with pytest.raises(Refused) as caught:
+        announced({"quantization_config": quantization})
+    (finding,) = caught.value.findings
+    assert finding.code in ("config-invalid", "unsupported-format")
+    assert finding.expected
+    assert finding.found
