@@ -63,9 +63,13 @@ class ProgressView:
             bar.bar_style = "success"
         text.value = escape(_so_far(pace))
 
-    def twin(self, is_over: bool = False) -> str:
-        """The view as plain HTML. A phase is over when the next one of its rung began, or the rung is: `is_over`."""
+    def twin(self, is_over: bool = False, until_s: float | None = None) -> str:
+        """The view as plain HTML. A phase is over when the next one of its rung began, or the rung is: `is_over`.
+
+        `until_s`: when the rung ended, in seconds as events have them. None: its last phase took what its events say.
+        """
         rows = []
+        ends_s = self._ends_s(until_s)
         latest = dict(self._paces.keys())  # rung -> its last phase
         for (rung, phase), pace in self._paces.items():
             last = pace.last
@@ -73,7 +77,8 @@ class ProgressView:
             share = min(1.0, last.done / last.total) if last.total and goes_on else 1.0
             amount = _amount(last)
             rate = words.quantity(pace.rate, f"{last.unit}/s") if pace.rate and last.unit else ""
-            took = words.seconds(last.time_s - pace.first.time_s)
+            took_s = ends_s[rung, phase] - pace.first.time_s
+            took = words.seconds(took_s) if took_s > 0 else ""
             said = escape("   ".join(part for part in (amount, rate, took, last.detail) if part))
             rows.append(
                 f'<div class="row"><span class="name">{escape(rung)} · {escape(phase)}</span><span class="bar">'
@@ -82,10 +87,22 @@ class ProgressView:
             )
         return f'<div class="fl-fig wide"><style>{STYLE}</style>{"".join(rows)}</div>'
 
+    def _ends_s(self, until_s: float | None) -> dict[tuple[str, str], float]:
+        """When each phase ended: with its last event or, where that is not its end, when the next of its rung began."""
+        found: dict[tuple[str, str], float] = {}
+        began_s: dict[str, float | None] = {}  # of the phase that follows, by rung
+        for (rung, phase), pace in reversed(self._paces.items()):
+            last = pace.last
+            is_done = last.total is not None and last.done >= last.total
+            following_s = began_s.get(rung, until_s)
+            found[rung, phase] = last.time_s if is_done or following_s is None else max(last.time_s, following_s)
+            began_s[rung] = pace.first.time_s
+        return found
+
     def close(self, is_over: bool = False) -> None:
         """Puts the static twin in the place of the widgets; `is_over`: the rung came to its end."""
         if self._handle is not None:
-            self._handle.update(HTML(self.twin(is_over)))
+            self._handle.update(HTML(self.twin(is_over, time.time())))
             self._handle = None
         self._box.close()
 

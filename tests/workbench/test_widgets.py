@@ -38,6 +38,12 @@ def test_progress_shows_amount_rate_and_end() -> None:
     assert bar.value == 1.0
     assert text.value == "2.00 MiB   1.00 MiB/s   done"
     assert "2.00 MiB   1.00 MiB/s   2.0 s" in view.twin()
+    one = ProgressView()
+    for time_s, phase in ((10.0, "spawn"), (13.5, "ready")):
+        one(ProgressEvent(time_s=time_s, rung="start", phase=phase, done=0.0, total=None, unit="", detail=""))
+    assert "3.5 s" in one.twin(), "a phase that says nothing on its way lasts until the next begins"
+    assert "0.000 s" not in one.twin()
+    assert "1.5 s" in one.twin(is_over=True, until_s=15.0)
 
 
 def test_progress_takes_every_event_of_a_rung() -> None:
