@@ -165,6 +165,8 @@ def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) 
     if tokens is not None:
         found.extend(_vocabulary(tokens, rows))
         found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
+    elif rows is not None:
+        found.extend(_media_beyond(config, rows))
     found.extend(_ends(tokens, config, generation, options, rows))
     found.extend(_impossible_ends(config, generation, rows))
     found.extend(unmet(generation))
@@ -221,6 +223,20 @@ def _media(tokens: Tokens, config: Mapping[str, Any], processor: Mapping[str, An
                 f"the token with id {id_:,}",
                 f"{text!r} with id {written}",
                 "fetch processor and config.json of one release",
+            )
+
+
+def _media_beyond(config: Mapping[str, Any], rows: int) -> Iterator[Finding]:
+    """The same without a tokenizer: an id that no row of the embedding belongs to."""
+    for key in MEDIA_KEYS:
+        id_ = _integer(config.get(key))
+        if id_ is not None and id_ >= rows:
+            yield _clash(
+                "config.json",
+                f"{key} {id_:,} is beyond the {rows:,} rows of the embedding",
+                f"an id below {rows:,}",
+                f"{id_:,}",
+                "check it against the model's release: prompts with pictures hold this id",
             )
 
 

@@ -182,6 +182,12 @@ def test_a_file_that_is_broken_is_a_warning(file: str, text: str, words: str, tm
     assert words in f"{finding.message} {finding.found}"
 
 
+def test_without_a_tokenizer_the_id_of_a_picture_is_held_against_the_embedding(tmp_path: Path) -> None:
+    absent = {**dict.fromkeys(FILES), "config.json": {"image_token_index": 99}}
+    (finding,) = found(tmp_path, absent)
+    assert "image_token_index 99 is beyond the 8 rows" in finding.message
+
+
 def test_a_unigram_vocabulary_counts_by_place(tmp_path: Path) -> None:
     listed = {"model": {"vocab": [[f"t{i}", -1.0] for i in range(9)]}, "added_tokens": ADDED}
     (finding,) = found(tmp_path, {"tokenizer.json": listed})
