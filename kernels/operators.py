@@ -85,7 +85,12 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *(
         _implementation(operator, name, supports, folder="packed")
         for operator in ("linear_packed", "moe_packed")
-        for name, supports in (("cpu", on_cpu), ("triton", with_triton), ("reference", anywhere))
+        for name, supports in (
+            ("native", with_native),
+            ("cpu", on_cpu),
+            ("triton", with_triton),
+            ("reference", anywhere),
+        )
     ),
     _implementation("sample", "cpu", on_cpu),
     _implementation("sample", "reference", anywhere),

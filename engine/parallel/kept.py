@@ -73,7 +73,7 @@ class Share(NamedTuple):
         return (held_dtype(role, stored[role]) for role in _packing(self).roles)
 
     @property
-    def count(self) -> int:
+    def height(self) -> int:
         """Rows of the share."""
         return -(-(self.rows[1] - self.rows[0]) // self.rows[2])
 
@@ -178,7 +178,7 @@ def way_of(experts: Iterable[tuple[Share, ...]]) -> Packing | str:
         return OTHERWISE
     if first.columns[0] * CODE_BITS[found.code] % 8:
         return "a share begins inside a byte"
-    rows = sum(share.count for share in stacks[0])
+    rows = sum(share.height for share in stacks[0])
     if held_bytes(found, first.stored, rows) > 2 * rows * found.columns:
         return "what stands beside codes, in blocks as small as a share asks for, would take more memory than numbers"
     return found
@@ -204,7 +204,7 @@ def _way_of_stack(stack: Sequence[Share]) -> Packing:
     rows, together, offset = packing.block[0], WHOLE, 0
     for share in stack:
         rows = math.gcd(rows, _fitting(packing.block[0], share.rows, share.shape[0]), offset)
-        together, offset = math.gcd(together, offset), offset + share.count
+        together, offset = math.gcd(together, offset), offset + share.height
     group = packing.block[1]
     columns = group if packing.ordered else _fitting(group, first.columns, first.shape[1])
     return msgspec.structs.replace(

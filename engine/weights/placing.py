@@ -80,8 +80,8 @@ class Placing:
         if piece.packed is not None:
             if piece.role == "codes":
                 yield from self._checked(piece, piece.packed)
-            run = self._as_it_lies(piece, piece.packed, place)
-            yield from self._packed(piece, piece.packed) if run is None else self._straight(*run, place)
+            lies = self._as_it_lies(piece, piece.packed, place)
+            yield from self._packed(piece, piece.packed) if lies is None else self._straight(*lies, place)
             return
         info = self.checkpoint.tensors[piece.tensor]
         run = cover(info, piece.region)

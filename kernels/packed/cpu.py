@@ -5,6 +5,8 @@ Legend: T tokens, E experts held here, H hidden, F output or intermediate width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,11 @@ def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None =
     return out
 
 
+def unpacked(weight: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """The numbers [R, C] of a matrix in a dtype."""
+    return unpack(weight).to(dtype)
+
+
 def moe_packed(
     x_TH: Tensor,
     ids_Tk: Tensor,
@@ -38,9 +45,22 @@ def moe_packed(
     rules: ExpertRules,
 ) -> Tensor:
     """Sum each token's chosen experts, weighted (see the reference for the contract)."""
+    return moe_by(unpacked, x_TH, ids_Tk, weights_Tk, gate_up_E2FH, down_EHF, rules)
 
-    def unpacked(expert: int) -> tuple[Tensor, Tensor]:
+
+def moe_by(
+    numbers: Callable[[PackedMatrix, torch.dtype], Tensor],
+    x_TH: Tensor,
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    gate_up_E2FH: PackedMatrix,
+    down_EHF: PackedMatrix,
+    rules: ExpertRules,
+) -> Tensor:
+    """The same with matrices of chosen experts unpacked by `numbers`."""
+
+    def of_expert(expert: int) -> tuple[Tensor, Tensor]:
         both = gate_up_E2FH.of_expert(expert), down_EHF.of_expert(expert)
-        return unpack(both[0]).to(x_TH.dtype), unpack(both[1]).to(x_TH.dtype)
+        return numbers(both[0], x_TH.dtype), numbers(both[1], x_TH.dtype)
 
-    return routed(x_TH, ids_Tk, weights_Tk, gate_up_E2FH.codes.shape[0], unpacked, rules)
+    return routed(x_TH, ids_Tk, weights_Tk, gate_up_E2FH.codes.shape[0], of_expert, rules)

@@ -107,6 +107,14 @@ class PackedMatrix:
             self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, outer=outer, order=order
         )
 
+    def in_order(self) -> PackedMatrix:
+        """The same without an order, where columns are in their groups one after the other as it is."""
+        size = self.block[1]
+        if self.order is None or self.scales.shape[-1] != _blocks(self.columns, size):
+            return self
+        plain = torch.arange(self.columns, device=self.order.device) // size
+        return replace(self, order=None) if bool((self.order == plain).all()) else self
+
     def part(self, start: int, stop: int) -> PackedMatrix:
         """Rows [start, stop), of which the first is the first of a block, and which have an order in common."""
         rows, together = self.block[0], self.rows_together

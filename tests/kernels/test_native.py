@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from firstlight.kernels.native import build, library
+from firstlight.kernels.packed import native as packed
+from firstlight.kernels.packed import reference
+from firstlight.kernels.packed.cases import FP8_BLOCKS, INT4_ZEROS, NVFP4
 from firstlight.kernels.registry import choose
 from tests.waiting import gone, until
 
@@ -59,7 +62,9 @@ def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch)
     assert "no-such-compiler" in reason
 
 
-def test_a_cpu_without_bfloat16_dot_products_gets_the_same_product_to_rounding(tmp_path: Path) -> None:
+def test_a_cpu_without_bfloat16_dot_products_gets_the_same_product_to_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "portable.so"
     build.compile_library(path, "-DHAS_BF16_DOT=0")
     portable = ctypes.CDLL(str(path))
@@ -75,6 +80,16 @@ def test_a_cpu_without_bfloat16_dot_products_gets_the_same_product_to_rounding(t
         )  # fmt: skip
         true = torch.nn.functional.linear(x_TH.double(), weight_FH.double(), bias_F.double())
         torch.testing.assert_close(y_TF.double(), true, atol=1e-2, rtol=8e-3)
+
+    def of_portable(name: str, arguments: str) -> object:
+        found = portable[f"firstlight_{name}"]
+        found.restype, found.argtypes = None, [build._TYPES[letter] for letter in arguments]
+        return found
+
+    monkeypatch.setattr(packed, "function", of_portable)
+    for form in (NVFP4, INT4_ZEROS, FP8_BLOCKS):
+        matrix = form.make((48, 100), torch.Generator().manual_seed(2), torch.device("cpu"))
+        assert torch.equal(packed.unpack(matrix, torch.bfloat16), reference.unpack(matrix).bfloat16())
 
 
 def test_what_is_being_compiled_ends_with_whoever_is_killed(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Codes and scales unpacked in torch and in Triton: every code and every scale there is, by another way each time."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from firstlight.kernels.packed import codes, reference
+from firstlight.kernels.native.build import available
+from firstlight.kernels.packed import codes, native, reference
+from firstlight.kernels.packed.cases import Form
 from firstlight.kernels.packed.kinds import CODE_BITS
 from firstlight.kernels.packed.matrix import PackedMatrix
 from tests.kernels.test_cases import INTERPRET
@@ -69,6 +73,36 @@ def test_the_fast_way_gives_the_bits_of_the_table(code: str, block: tuple[int, i
     assert same(codes.unpack(matrix), wanted)
     start = max(block[0], 1)
     assert same(codes.unpack(matrix.part(start, shape[0])), wanted[start:])
+
+
+FORMS = {
+    "two levels, whole rows by fours": Form("e2m1", (1, 16), torch.float8_e4m3fn, outer="by", together=3),
+    "groups that end inside 32 columns": Form("int4", (1, 48), torch.float16, zero=torch.int8),
+    "any order": Form("int4", (1, 16), torch.bfloat16, zero=torch.int8, ordered=True, together=4),
+    "exponents": Form("e2m1", (1, 32), torch.uint8),
+    "no groups": Form("int4", (1, 0), torch.float32, zero=torch.int8),
+    "blocks": Form("e4m3", (4, 32), torch.bfloat16),
+    "two bits": Form("int2", (1, 16), torch.float16, zero=torch.int8),
+}
+
+
+@pytest.mark.skipif(not available()[0], reason=available()[1])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_native_way_gives_the_bits_of_the_table_rounded_once(form: Form) -> None:
+    """32 columns at a time, and those behind."""
+    for columns in (20, 100, 160):
+        matrix = form.make((9, columns), torch.Generator().manual_seed(columns), torch.device("cpu"))
+        assert native.is_read(matrix)
+        assert same(native.unpack(matrix, torch.bfloat16), reference.unpack(matrix).bfloat16())
+
+
+def test_an_order_that_is_none_is_left_out() -> None:
+    form = Form("int4", (1, 16), zero=torch.int8, ordered=True)
+    matrix = form.make((5, 40), torch.Generator().manual_seed(1), torch.device("cpu"))
+    assert matrix.in_order() is matrix
+    sorted_ = replace(matrix, order=(torch.arange(40, dtype=torch.int32) // 16).unsqueeze(0))
+    assert sorted_.in_order().order is None
+    assert torch.equal(codes.unpack(sorted_.in_order()), reference.unpack(sorted_))
 
 
 def test_a_matrix_whose_parts_do_not_fit_is_no_matrix() -> None:

@@ -67,7 +67,7 @@ class Access:
         packing = self.packing(f"{name}.weight")
         if packing is None:
             return self.ops.linear(self.tensor(f"{name}.weight"), bias_F, row_counts)
-        weight_FH = packed_matrix(self.storages, f"{self.prefix}{name}.weight", packing)
+        weight_FH = packed_matrix(self.storages, f"{self.prefix}{name}.weight", packing).in_order()
         return partial(self.ops.linear_packed, weight_FH=weight_FH, bias_F=bias_F)
 
 

@@ -19,6 +19,7 @@ from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.routing import Routing
 from firstlight.engine.parallel.kept import SUFFIXES
 from firstlight.kernels.moe.rules import ExpertRules
+from firstlight.kernels.packed.matrix import PackedMatrix
 
 
 class MoE:
@@ -34,6 +35,8 @@ class MoE:
         self._cached, self._site = weights.experts(), weights.prefix
         self._experts = None if self._cached else _matrices(spec, weights)
         self._packings = [weights.packing(name) for name in (spec.entry, "experts.down")]
+        packed = None if self._experts is None else self._as_packed(self._experts)
+        self._packed = None if packed is None else (packed[0].in_order(), packed[1].in_order())
         self._gate_up_bias_E2F = weights.maybe(f"{spec.entry}_bias")
         self._down_bias_EH = weights.maybe("experts.down_bias")
         self._latent = _Latent(spec.latent, weights.into("latent")) if spec.latent else None
@@ -115,11 +118,17 @@ class MoE:
         """The expert layer over matrices in the run's dtype, or over those that stayed packed, with their scales."""
         spec, entry, down = self.spec, self.spec.entry, "experts.down"
         rules = ExpertRules(spec.activation, first, *biases, spec.gated, spec.weigh_input)
+        matrices = self._packed if held is self._experts else self._as_packed(held)
+        if matrices is None:
+            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], rules)
+        return batch.ops.moe_packed(x_TZ, ids_Tk, weights_Tk, *matrices, rules)
+
+    def _as_packed(self, held: Mapping[str, Tensor]) -> tuple[PackedMatrix, PackedMatrix] | None:
+        """The matrices of experts that stayed packed; None of others."""
         into, back = self._packings
         if into is None or back is None:
-            return batch.ops.moe(x_TZ, ids_Tk, weights_Tk, held[entry], held[down], rules)
-        gate_up, down_EHF = packed_matrix(held, entry, into), packed_matrix(held, down, back)
-        return batch.ops.moe_packed(x_TZ, ids_Tk, weights_Tk, gate_up, down_EHF, rules)
+            return None
+        return packed_matrix(held, self.spec.entry, into), packed_matrix(held, "experts.down", back)
 
     def _shared_part(self, x_TH: Tensor, batch: ForwardBatch) -> Tensor | None:
         """The shared expert's share of this rank, not yet summed over tp."""
