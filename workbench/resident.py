@@ -43,6 +43,9 @@ class Resident:
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         return not self._is_kept(param) or self._stored.is_even(param, shape)
 
+    def keeps_all(self, param: Param, shape: tuple[int, ...]) -> bool:
+        return self._is_kept(param) and self._stored.keeps_all(param, shape)
+
     def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
         """Of what stays packed, codes and scales; what else is stored of it is read and left."""
         found = self.format_of(param)

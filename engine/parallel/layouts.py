@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -190,14 +190,19 @@ class Layouts:
 
     def cut_blocks(self, tp: int) -> list[Kind]:
         """Kinds of parameters of which tp cuts through quantization blocks."""
+        return [kind for kind, shape in self._divided(tp) if not self.stored.is_even(kind.param, shape)]
+
+    def kept_whole(self, tp: int) -> list[Kind]:
+        """Kinds of parameters that tp divides and whose scales every rank needs all."""
+        return [kind for kind, shape in self._divided(tp) if self.stored.keeps_all(kind.param, shape)]
+
+    def _divided(self, tp: int) -> Iterator[tuple[Kind, tuple[int, ...]]]:
+        """Kinds of parameters, and the shape of a shard of each."""
         mesh = self.mesh((tp, 1, 1))
-        found = []
         for kind in self.kinds if tp > 1 else ():
             local = localize(kind.param.shape, kind.placements, mesh, Coordinates(tp=min(1, tp - 1)))
             assert local is not None
-            if not self.stored.is_even(kind.param, local.shape):
-                found.append(kind)
-        return found
+            yield kind, local.shape
 
     def _cache(self, tp: int) -> list[tuple[int, int]]:
         """Bytes of one sequence on a rank, layer by layer: what grows with the context, and what does not."""

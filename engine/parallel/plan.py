@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 import msgspec
@@ -267,8 +267,16 @@ def _does_not_fit(
 def _cut_blocks(layouts: Layouts, mesh: Mesh) -> Iterator[Finding]:
     """Shards that end inside a quantization block are possible, but worth knowing: both sides keep the scale."""
     cut = layouts.cut_blocks(mesh.tp)
+    if every := layouts.kept_whole(mesh.tp):
+        yield note(
+            "cut-block",
+            f"tp {mesh.tp} divides inputs of {', '.join(_kinds(every))} whose groups are listed one by one (g_idx); "
+            "every rank keeps all scales of its rows, and they are counted so",
+            found=f"scales that are not divided, of {len(_kinds(every))} kinds of parameters",
+            next="nothing: all scales are needed everywhere",
+        )
     if cut:
-        names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", kind.param.name) for kind in cut))
+        names = _kinds(cut)
         whole = max((tp for tp in layouts.widths if tp <= mesh.tp and not layouts.cut_blocks(tp)), default=1)
         yield note(
             "cut-block",
@@ -278,6 +286,11 @@ def _cut_blocks(layouts: Layouts, mesh: Mesh) -> Iterator[Finding]:
             found=f"shards that end inside a block, of {len(names)} kinds of parameters",
             next=f"nothing, or --tp {whole}, the largest that cuts between blocks",
         )
+
+
+def _kinds(found: Iterable[Kind]) -> list[str]:
+    """Names of parameters without their numbers, once each."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", kind.param.name) for kind in found))
 
 
 def _beyond_positions(spec: ModelSpec, context: int) -> Iterator[Finding]:

@@ -166,6 +166,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         axes = [axis for part in self.parts for axis in part.dims if isinstance(axis, Axis) and not axis.whole]
         return all(local[a.dim] == shape[a.dim] or local[a.dim] % a.block == 0 for a in axes)
 
+    def keeps_all(self, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
+        """Whether every shard of `local` needs all scales of its rows: a list says the group of each input."""
+        axes = [axis for part in self.parts for axis in part.dims if isinstance(axis, Axis) and axis.whole]
+        return any(local[a.dim] != shape[a.dim] and a.count(shape) > 1 for a in axes)
+
     def packing(self, codes: str) -> Packing | None:
         """How an operator multiplies by codes of this dtype; None: they are always unpacked.
 

@@ -24,6 +24,9 @@ class Plain(msgspec.Struct, frozen=True):
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         return True
 
+    def keeps_all(self, param: Param, shape: tuple[int, ...]) -> bool:
+        return False
+
     def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
         """Bytes that `shape` of `param` takes in the checkpoint and, unconverted, in memory."""
         elements = 1

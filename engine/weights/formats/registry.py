@@ -30,6 +30,9 @@ class StoredFormat(Protocol):
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         """Whether every cut of `param` into shards of `shape` takes the same bytes, wherever it starts."""
 
+    def keeps_all(self, param: Param, shape: tuple[int, ...]) -> bool:
+        """Whether every cut of `param` into shards of `shape` needs all of its scales."""
+
     def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
         """Bytes of the part of `param` that has `shape` and begins at `start` (None: at its beginning)."""
 
@@ -67,6 +70,11 @@ class Quantized:
         """Whether shards of `shape` begin and end between blocks."""
         found = self.format_of(param)
         return found is None or found.is_even(param.shape, shape)
+
+    def keeps_all(self, param: Param, shape: tuple[int, ...]) -> bool:
+        """Whether a list says the group of each input, and inputs are divided."""
+        found = self.format_of(param)
+        return found is not None and found.keeps_all(param.shape, shape)
 
     def nbytes(self, param: Param, shape: tuple[int, ...], start: tuple[int, ...] | None = None) -> int:
         """Bytes of a part of `param`, scales included; a block that is cut keeps its scale on both sides."""

@@ -248,6 +248,20 @@ def test_a_block_that_is_cut_keeps_its_scale_on_both_ranks_and_the_plan_says_so(
     assert not [f for f in whole.findings if f.code == "cut-block" and "ffn" in f.message]
 
 
+def test_inputs_whose_groups_are_listed_keep_all_scales_and_the_plan_says_so() -> None:
+    """64 inputs of an ordered weight in 4 groups: each of two ranks holds 32 inputs and the scales of all groups."""
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}}
+    spec, stored = fp8(64, 64), stored_format(config, "BF16")
+    found = make_plan(spec, stored, cluster(2, 1 << 30), Mesh(tp=2))
+    (finding,) = [finding for finding in found.findings if finding.code == "cut-block"]
+    assert "keeps all scales" in finding.message
+    assert "layers.*.ffn.down.weight" in finding.message
+    assert "layers.*.ffn.gate.weight" not in finding.message, "its rows are divided"
+    (down,) = [param for param in spec.parameters() if param.name == "layers.0.ffn.down.weight"]
+    whole, half = stored.nbytes(down, (64, 64)), stored.nbytes(down, (64, 32), (0, 32))
+    assert (whole, half) == (64 * 32 + 4 * 32 + 4 * 128 + 64 * 4, 64 * 16 + 4 * 32 + 4 * 128 + 32 * 4)
+
+
 def test_the_largest_tp_between_blocks_is_named() -> None:
     spec, stored = facts("qwen3-235b-a22b-fp8")
     found = make_plan(spec, stored, parse_cluster("8xH200"), Mesh(tp=8))
