@@ -61,7 +61,12 @@ def _figures(draft: Draft, ranks: Sequence[RankProfile], batch: int) -> None:
     draft.metric("decode_tokens_per_s", batch * 1000 / slow.undisturbed_ms, "tokens/s", f"{batch} at once")
     draft.metric("prefill_ms", prefill.undisturbed_ms, "ms", f"{prefill.tokens} tokens")
     draft.metric("prefill_tokens_per_s", prefill.tokens * 1000 / prefill.undisturbed_ms, "tokens/s")
-    draft.metric("decode_timed_ms", slow.total_ms, "ms", "a step whose parts are timed: the sum of the next three")
+    draft.metric(
+        "decode_timed_ms",
+        slow.total_ms,
+        "ms",
+        "a step whose parts are timed: computing, communicating and waiting together",
+    )
     for part in ("compute", "communication", "waiting"):
         draft.metric(f"decode_{part}_ms", getattr(slow, f"{part}_ms"), "ms", "of a timed step")
 
