@@ -104,7 +104,8 @@ def read_all(
             progress("read, hash and look for NaN", done, total, "B")
 
     def work() -> list[TensorReading]:
-        readings, gauge = [], Gauge()
+        readings: list[TensorReading] = []
+        gauge = Gauge()
         while True:
             with lock:
                 batch = next(batches, None)

@@ -361,7 +361,7 @@ def _not_finite(bad: Sequence[TensorReading], checkpoint: Checkpoint) -> Iterato
         yield fatal(
             "not-finite",
             f"{readings[0].tensor}{f' and {len(readings) - 1:,} tensors more' if len(readings) > 1 else ''} of {file} "
-            "hold values that are no numbers",
+            f"{'hold' if len(readings) > 1 else 'holds'} values that are no numbers",
             file=file,
             tensors=tuple(one.tensor for one in readings),
             expected="finite values",
