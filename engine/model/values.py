@@ -55,7 +55,7 @@ def impossible(key: str, value: Any, default: Any = None) -> tuple[str, Any, str
         return None
     if key in _OBJECTS:
         return _of_positions(key, value)
-    expected, holds = _kind(key, type(default))
+    expected, holds = _kind(key, type(default).__name__)
     if holds is None or holds(value) or (isinstance(value, Mapping) and key.endswith("image_size")):  # its sides
         return None
     return key, value, expected
@@ -78,23 +78,26 @@ def _of_positions(key: str, value: Any) -> tuple[str, Any, str] | None:
 
 def asks_for_numbers(key: str) -> bool:
     """Whether the name of a key tells that it holds numbers."""
-    return bool(_kind(key, type(None))[0])
+    return bool(_kind(key, "NoneType")[0])
 
 
 @lru_cache(maxsize=4096)
-def _kind(key: str, default: type) -> tuple[str, Holds | None]:
-    """What a key holds, in words and as a question; nothing is asked of a key that says nothing of its values."""
+def _kind(key: str, default: str) -> tuple[str, Holds | None]:
+    """What a key holds, in words and as a question; `default` is the type of what stands in for it, by its name.
+
+    Nothing is asked of a key that says nothing of its values.
+    """
     if _OWN.fullmatch(key):
         return "", None
-    if default is bool:
+    if default == "bool":
         return "true or false", lambda value: value in (0, 1)
-    if _NUMBER.fullmatch(key) or (default is float and not _WHOLE.fullmatch(key)):
+    if _NUMBER.fullmatch(key) or (default == "float" and not _WHOLE.fullmatch(key)):
         return _number(key)
-    if default is int or _WHOLE.fullmatch(key):
+    if default == "int" or _WHOLE.fullmatch(key):
         return _whole(key)
-    if default is str:
+    if default == "str":
         return "a name", lambda value: isinstance(value, str | int) and not isinstance(value, bool)
-    if default is list:
+    if default == "list":
         return "a list", lambda value: isinstance(value, list | tuple) or type(value) is int
     return "", None
 

@@ -258,6 +258,9 @@ FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "a file that the index maps to nothing": (
         lambda h: index(h, lambda v: v["weight_map"].update({"model.x": None})), 2, "stale-index", "model.x: null"
     ),
+    "an architecture that is no name": (
+        lambda h: config(h, model_type=["llama"]), 1, "config-invalid", "model_type has an impossible value"
+    ),
     "an architecture in other letters": (
         lambda h: config(h, model_type="LLaMA"), 1, "unknown-architecture", "nearest names: llama"
     ),

@@ -142,7 +142,7 @@ class Families(Mapping[str, Family]):
         return len(self._homes | self._families)
 
     def __contains__(self, model_type: object) -> bool:
-        return model_type in self._families or model_type in self._homes
+        return isinstance(model_type, str) and (model_type in self._families or model_type in self._homes)
 
     def of(self, config: Config, default: str | None = None) -> Family:
         """The family of a configuration; refused when nobody knows it, with the nearest name."""
@@ -221,6 +221,8 @@ class Families(Mapping[str, Family]):
         config = Config(raw)
         if "model_type" not in config:
             self._name(config)
+        elif not isinstance(config.raw["model_type"], str):
+            config.refuse("model_type", config.raw["model_type"], "a name")
         if (foreign := self._from_elsewhere(config.raw)) is not None:
             return foreign, Matcher(())
         family = self.of(config)
