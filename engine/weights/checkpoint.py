@@ -168,6 +168,8 @@ def _absent(
 
 def _unlike(weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInfo] | Table) -> Differences:
     """What is not the same in index and headers."""
+    if not tensors:
+        return Differences((), (), weight_map, (), "")
     if isinstance(tensors, dict):
         return differences(weight_map, tensors)
     from firstlight.engine.weights.weight_map import unlike

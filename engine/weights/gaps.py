@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import islice
 
 from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
 from firstlight.engine.model.rules import Matcher
@@ -366,8 +366,8 @@ def lost(checkpoint: Checkpoint, matcher: Matcher, params: Parameters) -> dict[s
             pattern, numbers = parted(name)
             found.setdefault(pattern, {})[numbers] = file
     for group, files in _absent(checkpoint):
-        for pattern, row, file in _filled(group, files, matcher, params):
-            found.setdefault(pattern, {})[row] = file
+        for pattern, rows, of_rows in _filled(group, files, matcher, params):
+            found.setdefault(pattern, {}).update(zip(rows, of_rows, strict=False))
     return found
 
 
@@ -383,8 +383,8 @@ def _absent(checkpoint: Checkpoint) -> Iterator[tuple[Group, Sequence[str]]]:
 
 def _filled(
     group: Group, files: Sequence[str], matcher: Matcher, params: Parameters
-) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """The parameters that tensors of one pattern would fill, whatever their shapes, with the file of each tensor."""
+) -> Iterator[tuple[str, Sequence[tuple[int, ...]], Sequence[str]]]:
+    """The parameters that tensors of one pattern would fill, whatever their shapes: numbers, and the tensors' files."""
 
     def weights() -> list[str]:
         return [weight_name(name) or name for name in group]
@@ -395,10 +395,11 @@ def _filled(
     template = matcher.match_kind(kind, first, weights)
     if template is not None and not any("{e}" in param for param in template[1]):
         rows = group.rows if isinstance(group, Numbered) else [parted(name)[1] for name in group]
-        for param in template[1]:
-            yield from zip(repeat(param), rows, files, strict=False)
+        yield from ((param, rows, files) for param in template[1])
         return
     for weight, file in zip(weights(), files, strict=True):
         match = matcher.match(weight)
         for param in match.params if match is not None else ():
-            yield from ((*parted(name), file) for name in experts(param, params))
+            for name in experts(param, params):
+                pattern, row = parted(name)
+                yield pattern, [row], [file]

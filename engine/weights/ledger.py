@@ -389,7 +389,7 @@ class _Book:
         self.findings.extend(scale_findings(scales, [kind.group for kind in self.lone], self.consumed, tensors))
         groups = Listed(unknown, [kind.group for kind in self.strangers]).by_pattern()
         rest = missing
-        if (others := renamed(groups, matcher)) is not None:
+        if (others := renamed(groups, missing, matcher)) is not None:
             self.findings.extend(others.findings(missing, tensors))
             groups = {pattern: names for pattern, names in groups.items() if pattern not in others.groups}
             rest = {pattern: names for pattern, names in missing.items() if pattern not in others.params}

@@ -6,7 +6,7 @@ No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import product
 
 import msgspec
@@ -19,6 +19,7 @@ from firstlight.engine.weights.listed import Group, Listed, Numbered
 from firstlight.engine.weights.naming import pattern_of
 
 FEWEST_KINDS = 16  # that are worth one finding instead of one each
+MOST_KINDS = 1000  # that are looked at: names of one model have fewer
 _MOST_PARTS = 3  # of a name that are taken for its beginning
 _HEAD = re.compile(r"[^{(]*\.")
 
@@ -64,11 +65,14 @@ class Renamed(msgspec.Struct, frozen=True):
         )
 
 
-def renamed(groups: Mapping[str, Group], matcher: Matcher) -> Renamed | None:
-    """What most of very many kinds that no rule speaks of have in common with names that rules do speak of."""
-    strange = {pattern: of for pattern in groups if matcher.knows_none_of(of := weight_of(pattern))}
-    if len(strange) <= FEWEST_KINDS:
+def renamed(groups: Mapping[str, Group], missing: Container[str], matcher: Matcher) -> Renamed | None:
+    """What most of very many kinds that no rule speaks of have in common with names that rules do speak of.
+
+    `missing`: patterns of parameters that lack tensors; only what would fill such is meant.
+    """
+    if not FEWEST_KINDS < len(groups) <= MOST_KINDS:
         return None
+    strange = {pattern: of for pattern in groups if matcher.knows_none_of(of := weight_of(pattern))}
     best: tuple[str, str, list[str]] = "", "", []
     for dropped, added in product(_beginnings(strange.values()), _beginnings(_heads(matcher))):
         fitting = [
@@ -79,19 +83,27 @@ def renamed(groups: Mapping[str, Group], matcher: Matcher) -> Renamed | None:
         if len(fitting) > len(best[2]):
             best = dropped, added, fitting
     dropped, added, fitting = best
-    if len(fitting) <= FEWEST_KINDS or 2 * len(fitting) < len(strange):
-        return None
+    chosen: dict[str, Group] = {}
     params: set[str] = set()
     for pattern in fitting:
-        kind = added + strange[pattern].removeprefix(dropped)
-        found = matcher.match_kind(kind, kind.replace("*", "0"), lambda: ())
-        if found is not None:
-            params.update(found[1])
-            continue
-        weights = (added + weight_of(name).removeprefix(dropped) for name in groups[pattern][:MOST_TENSORS])
-        matches = (matcher.match(weight) for weight in weights)
-        params.update(pattern_of(param) for match in matches if match is not None for param in match.params)
-    return Renamed(dropped, added, {pattern: groups[pattern] for pattern in fitting}, frozenset(params))
+        filled = _filled(groups[pattern], strange[pattern], dropped, added, matcher)
+        if not filled.isdisjoint(missing):
+            chosen[pattern] = groups[pattern]
+            params |= filled
+    if len(chosen) <= FEWEST_KINDS or 2 * len(chosen) < len(strange):
+        return None
+    return Renamed(dropped, added, chosen, frozenset(params))
+
+
+def _filled(group: Group, weight: str, dropped: str, added: str, matcher: Matcher) -> set[str]:
+    """The patterns of the parameters that tensors would fill by other names."""
+    kind = added + weight.removeprefix(dropped)
+    found = matcher.match_kind(kind, kind.replace("*", "0"), lambda: ())
+    if found is not None:
+        return set(found[1])
+    weights = (added + weight_of(name).removeprefix(dropped) for name in group[:MOST_TENSORS])
+    matches = (matcher.match(weight) for weight in weights)
+    return {pattern_of(param) for match in matches if match is not None for param in match.params}
 
 
 def _heads(matcher: Matcher) -> Iterator[str]:

@@ -103,6 +103,19 @@ def test_names_that_begin_otherwise_are_one_fault(
     assert f"'{other}'" in unconsumed.message or f"'{head.removesuffix(other)}'" in unconsumed.message
 
 
+def test_a_second_model_beside_the_first_is_no_other_name_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = small_k3()
+    both_models = [*tensors, *((f"draft.{name}", dtype, shape) for name, dtype, shape in tensors)]
+    fast, plain = both(write_release(tmp_path / "k3", config, both_models, 3), monkeypatch)
+    assert fast == plain
+    assert not fast.missing
+    found = [finding for finding in fast.findings if finding.code == "unconsumed-tensor"]
+    assert len(found) > 20
+    assert not any("begin with" in finding.message for finding in found)
+
+
 EXPERT = "language_model.model.layers.3.block_sparse_moe.experts.5."
 
 
