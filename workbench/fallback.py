@@ -18,6 +18,7 @@ from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec, foreign_spec
 from firstlight.engine.model.spec.foreign import ForeignVision
+from firstlight.engine.model.values import impossible
 
 if TYPE_CHECKING:
     import torch
@@ -46,19 +47,16 @@ class Transformers:
         config, version = self._config(raw)
         if config is None:
             return None
-        text = config.get_text_config()
-        image_token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-        sees = getattr(config, "vision_config", None) is not None
         by = f"transformers {version}"
+        try:
+            sizes = _sizes(config)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise _unusable(str(raw.get("model_type")), error) from error
         return foreign_spec(
             by,
             str(raw.get("model_type")),
-            num_layers=int(text.num_hidden_layers),
-            vocab_size=int(text.vocab_size),
-            hidden=int(text.hidden_size),
+            **sizes,
             tied_head=bool(getattr(config, "tie_word_embeddings", False)),
-            max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
-            vision=ForeignVision(image_token_id=-1 if image_token is None else int(image_token)) if sees else None,
             dtype=DTYPES.get(str(getattr(config, "dtype", None)), "F32"),
             findings=(_warning(raw, by, self.always),),
         )
@@ -104,6 +102,23 @@ class Transformers:
                     raise _broken_code(str(model_type), error) from error
                 return found, f"{transformers.__version__}, running the checkpoint's own code"
         return None, ""
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """What transformers' configuration says of sizes. Raises TypeError and the like for what cannot be one."""
+    text = config.get_text_config()
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+        if (found := impossible(key, getattr(text, key), 1)) is not None:
+            raise ValueError(f"{key} = {str(found[1])[:60]}, where {found[2]} is expected")
+    image_token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    sees = getattr(config, "vision_config", None) is not None
+    return {
+        "num_layers": int(text.num_hidden_layers),
+        "vocab_size": int(text.vocab_size),
+        "hidden": int(text.hidden_size),
+        "max_positions": int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        "vision": ForeignVision(image_token_id=-1 if image_token is None else int(image_token)) if sees else None,
+    }
 
 
 ERRORS_OF_CODE = (ImportError, OSError, SyntaxError, NameError, RuntimeError)

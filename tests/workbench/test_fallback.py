@@ -139,10 +139,16 @@ def test_what_nobody_knows_stays_unknown(foreign: Get, tmp_path: Path) -> None:
     assert "unknown-architecture" in codes(scan(home).findings)
 
 
-def test_a_value_that_the_reference_cannot_use_is_refused(foreign: Get, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_hidden_layers": "many"}, {"num_hidden_layers": 1 << 31}, {"vocab_size": 1 << 63}, {"text_config": 7}],
+)
+def test_a_value_that_the_reference_cannot_use_is_refused(
+    fields: dict[str, object], foreign: Get, tmp_path: Path
+) -> None:
     home = tmp_path / "odd"
     shutil.copytree(foreign("jetmoe"), home)
-    edit_config(home, num_hidden_layers="many")
+    edit_config(home, **fields)
     use(home)
     assert "config-invalid" in codes(scan(home).findings)
 
