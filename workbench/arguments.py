@@ -194,10 +194,10 @@ def value_of(option: str, words: Sequence[str]) -> str | None:
 def _refuse_empty(parser: Parser, parsed: argparse.Namespace) -> None:
     """Refuses what a variable leaves that is not set: as a path it would mean this directory, as a token none."""
     for action in parser._actions:
-        value = getattr(parsed, action.dest, None)
-        if action.metavar in NEVER_EMPTY and "" in (value if isinstance(value, list) else [value]):
-            name = action.option_strings[-1] if action.option_strings else action.metavar
-            parser.error(f"{name} is empty: {NEVER_EMPTY[action.metavar]} was expected")
+        value, word = getattr(parsed, action.dest, None), str(action.metavar)
+        if word in NEVER_EMPTY and "" in (value if isinstance(value, list) else [value]):
+            name = action.option_strings[-1] if action.option_strings else word
+            parser.error(f"{name} is empty: {NEVER_EMPTY[word]} was expected")
 
 
 def _refuse_bytes(words: Sequence[str]) -> None:
@@ -283,7 +283,7 @@ def _one(path: str, name: str, action: argparse.Action, value: Any) -> Any:
     try:
         converted = convert(str(value))
     except (ValueError, argparse.ArgumentTypeError) as error:
-        _refuse_value(path, name, str(error), value)
+        _refuse_value(path, name, str(error).partition(" is not ")[2] or str(error), value)
     if action.choices is not None and converted not in action.choices:
         _refuse_value(path, name, ", ".join(map(str, action.choices)), value)
     return converted

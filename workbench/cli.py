@@ -216,7 +216,8 @@ def load_command(verb: str) -> Command:
     if verb not in VERBS:
         from firstlight.workbench.arguments import refuse_unknown
 
-        refuse_unknown("verb", verb, VERBS, "firstlight --help lists the verbs")
+        what, known = ("option", ("--help", "--version")) if verb.startswith("-") else ("verb", VERBS)
+        refuse_unknown(what, verb, known, "firstlight --help lists the verbs")
     module: Any = importlib.import_module(f"firstlight.workbench.commands.{verb}")
     return module
 

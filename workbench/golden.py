@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, note
+from firstlight.engine.findings import Finding, fatal, note, what_is
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.weights.safetensors_file import Tagged, read, write
 
@@ -49,6 +49,17 @@ class Golden:
     @classmethod
     def read(cls, path: str | Path) -> Golden:
         """The golden file at `path`. Raises `Refused`: not-found, bad-golden, and what a broken file deserves."""
+        if (what := what_is(path)) == "a directory":
+            raise Refused(
+                fatal(
+                    "not-found",
+                    f"{path} is no golden file",
+                    file=str(path),
+                    expected="a safetensors file of inputs and what they give",
+                    found=what,
+                    next="correct --golden",
+                )
+            )
         return cls.of(read(path), str(path))
 
     @classmethod

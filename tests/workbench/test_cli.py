@@ -54,6 +54,7 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
     ("words", "said"),
     [
         (("scna",), "did you mean scan?"),
+        (("--verison",), "unknown option '--verison'; did you mean --version?"),
         (("scan",), "the following arguments are required: CKPT"),
         (("scan", "x", "--depe"), "did you mean --deep"),
         (("scan", "x", "y"), "'y' is one argument too many"),
@@ -79,6 +80,7 @@ def test_every_verb_has_the_common_options(verb: str, capsys: pytest.CaptureFixt
         (("generate", "x", "--prompt", "a", "--device-ids", "a"), "'a' is not a list of device numbers"),
         (("generate", "x", "--prompt", "a", "--threads", "100000"), "threads is not possible"),
         (("verify", "x", "--layers", "5"), "'5' is not A:B"),
+        (("verify", str(ROOT / "data" / "samples" / "menagerie"), "--golden", "."), ". is no golden file"),
         (("verify", "x", "--limit", "nan"), "'nan' is not a number between 0 and 1"),
         (("verify", "x", "--limit", "2"), "'2' is not a number between 0 and 1"),
         (("scan", "x", "--json", "no/such/dir/r.json"), "'no/such/dir/r.json' cannot be written"),
