@@ -343,7 +343,7 @@ def _new_directory(runtime_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _taken(directory: Path) -> Iterator[int]:
-    """The directory, opened and locked for a host; `Occupied` while another's is there, which would be lost by this one.
+    """The directory, opened and locked for a host; `Occupied` while another's is there, which this one would lose.
 
     The lock lasts until nobody has what is given here open any more: no file stays behind for it.
     """
