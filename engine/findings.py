@@ -132,6 +132,11 @@ def listing(names: Sequence[str]) -> dict[str, Any]:
     return {"tensors": tuple(names[:MOST_TENSORS]), "more_tensors": max(0, len(names) - MOST_TENSORS)}
 
 
+def named(names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a finding that say which tensors it is about: all that are spelt, of very many some."""
+    return {"tensors": tuple(names)} if isinstance(names, list | tuple) else listing(names)
+
+
 def gathered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The findings, of those that say the same of very many files the first `MOST_FILES` and one for all the others.
 

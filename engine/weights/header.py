@@ -19,7 +19,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, listing, warning
+from firstlight.engine.findings import Finding, fatal, named, warning
 from firstlight.engine.weights.json_text import ENDLESS, is_endless
 from firstlight.engine.weights.other_formats import foreign, refuse_other_formats
 from firstlight.engine.weights.sources.base import AnyPath
@@ -116,7 +116,7 @@ def read_text(path: AnyPath) -> HeaderText:
         raise Refused(_unreadable(path, error)) from error
 
 
-def _refuse_dense(file: str, text: bytearray) -> None:
+def refuse_dense(file: str, text: bytearray) -> None:
     """Text that would take many times its own length in memory, as no header of tensors does."""
     if len(text) < DENSE_FROM_BYTES:
         return
@@ -149,7 +149,7 @@ def header_bytes(paths: Iterable[AnyPath]) -> int:
 def header_of(written: HeaderText) -> Header:
     """The header that a text is, checked against the size of its file; the text is given up. Raises `Refused`."""
     file, size, length, text = written
-    _refuse_dense(file, text)
+    refuse_dense(file, text)
     entries, findings = _parse(file, text)
     entries.pop(METADATA, None)
     beside = list(_metadata_problems(file, text))
@@ -159,7 +159,7 @@ def header_of(written: HeaderText) -> Header:
         tensors, findings = _check(file, size, length, entries, findings)
     findings.extend(beside)
     if length > LIBRARY_CAP_BYTES:
-        findings.append(_over_the_cap(file, length, len(tensors)))
+        findings.append(over_the_cap(file, length, len(tensors)))
     return Header(file, size, tensors, tuple(findings))
 
 
@@ -442,7 +442,8 @@ def _metadata_problems(file: str, text: bytearray) -> Iterator[Finding]:
         )
 
 
-def _over_the_cap(file: str, length: int, count: int) -> Finding:
+def over_the_cap(file: str, length: int, count: int) -> Finding:
+    """The finding for a header that the library would not read."""
     return warning(
         "header-too-large",
         f"the header of {file} is {length / 2**20:.0f} MiB with {count:,} tensors: "
@@ -474,11 +475,6 @@ def entry_problem(dtype: str, shape: tuple[int, ...], offsets: tuple[int, int]) 
     if bits % 8:
         return "a packed tensor that ends inside a byte", "a whole number of bytes", f"{form}: {bits % 8} bits over"
     return "a length that is not its shape's", f"{_amount(bits // 8)} for {form}", f"{_amount(end - begin)}"
-
-
-def named(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a finding that say which tensors it is about: all that are spelt, of very many some."""
-    return {"tensors": tuple(names)} if isinstance(names, list | tuple) else listing(names)
 
 
 def _amount(nbytes: int) -> str:

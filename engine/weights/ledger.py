@@ -325,7 +325,7 @@ class _Book:
 
     def _said_quantized(self) -> Finding:
         """Modules that the configuration counts among the quantized, stored plain: headers are the truth."""
-        none = all(source.packed is None for source in self.sources.values())
+        none = self.sources.are_plain
         say = warning if none else note
         return say(
             "conflicting-flag",

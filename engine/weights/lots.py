@@ -331,6 +331,12 @@ class Sources(_Book[Source]):
         """How many parameters of a pattern lots fill."""
         return sum(map(len, self._lots.get(pattern, ())))
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether no source is a weight in codes."""
+        singles = all(source.packed is None for source in self._single.values())
+        return singles and all(lot.format is None for lot in self.lots)
+
     def lacks_all(self, pattern: str, names: Sequence[str]) -> bool:
         """Whether none of the parameters, all of one pattern, has a source."""
         return self._single.keys().isdisjoint(names) and (pattern not in self._lots or not any(map(self._place, names)))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.header import (
-    DENSE_FROM_BYTES,
+    LIBRARY_CAP_BYTES,
     METADATA,
     Header,
     HeaderText,
@@ -25,7 +25,9 @@ from firstlight.engine.weights.header import (
     header_of,
     invalid,
     kind_bytes,
+    over_the_cap,
     read_text,
+    refuse_dense,
     trailing,
     truncated,
 )
@@ -83,7 +85,8 @@ def read_shard(path: AnyPath) -> ShardColumns | Header:
 def columns_of(written: HeaderText) -> ShardColumns | None:
     """The columns of a header that is written as most are, checked as the plain parser does; else None."""
     file, size, length, text = written
-    read = _entries(text) if len(text) < DENSE_FROM_BYTES else None
+    refuse_dense(file, text)
+    read = _entries(text)
     if read is None:
         return None
     forms, lines = read
@@ -104,6 +107,8 @@ def columns_of(written: HeaderText) -> ShardColumns | None:
     else:
         findings = list(_layout(found, starts, stops))
     findings.extend(_size_problems(found, stops, size - 8 - length, size, whole=not findings))
+    if length > LIBRARY_CAP_BYTES:
+        findings.append(over_the_cap(file, length, len(found.ids)))
     return found._replace(findings=tuple(findings))
 
 
