@@ -118,15 +118,44 @@ static void unpack_row(const Matrix &m, int64_t row, const float *factor, const 
     }
 }
 
+static Matrix matrix_of(
+    const uint8_t *codes, const float *numbers, const void *scales, const float *scale_numbers, const int8_t *zeros,
+    const float *outer, const int32_t *order, const int64_t *how) {
+    Matrix m = {codes, numbers, scales, scale_numbers, zeros, outer, order};
+    m.columns = how[0], m.row_bytes = how[1], m.bits = how[2], m.groups = how[3], m.block_rows = how[4];
+    m.block_columns = how[5], m.together = how[6], m.divides = how[7], m.scale = how[8];
+    return m;
+}
+
+// The product of two rows, summed in an order that depends on their length alone.
+static float product(const bf16 *one, const bf16 *other, int64_t count) {
+#if HAS_BF16_DOT
+    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    int64_t h = 0;
+    for (; h + 64 <= count; h += 64)
+        for (int half = 0; half < 2; half++)
+            sum[half] = _mm512_dpbf16_ps(
+                sum[half], load_bf16<true>(one + h + 32 * half, 0), load_bf16<true>(other + h + 32 * half, 0));
+    for (; h < count; h += 32) {
+        __mmask32 mask = count - h < 32 ? (1u << (count - h)) - 1 : 0xffffffff;
+        sum[0] = _mm512_dpbf16_ps(sum[0], load_bf16<false>(one + h, mask), load_bf16<false>(other + h, mask));
+    }
+    return _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1]));
+#else
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t h = 0; h < count; h++) sum += to_float(one[h]) * to_float(other[h]);
+    return sum;
+#endif
+}
+
 } // namespace packed
 
 extern "C" void firstlight_unpack(
     const uint8_t *codes, const float *numbers, const void *scales, const float *scale_numbers, const int8_t *zeros,
-    const float *outer, const int32_t *order, bf16 *out, const int64_t *how, int64_t first_row, int64_t rows, int threads) {
+    const float *outer, const int32_t *order, const int64_t *how, bf16 *out, int64_t rows, int threads) {
     using namespace packed;
-    Matrix m = {codes, numbers, scales, scale_numbers, zeros, outer, order};
-    m.columns = how[0], m.row_bytes = how[1], m.bits = how[2], m.groups = how[3], m.block_rows = how[4];
-    m.block_columns = how[5], m.together = how[6], m.divides = how[7], m.scale = how[8];
+    const Matrix m = matrix_of(codes, numbers, scales, scale_numbers, zeros, outer, order, how);
     if (rows * m.columns < ENOUGH) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -134,8 +163,32 @@ extern "C" void firstlight_unpack(
         int64_t first, last;
         share(rows, omp_get_thread_num(), omp_get_num_threads(), &first, &last);
         for (int64_t r = first; r < last; r++) {
-            read_groups(m, first_row + r, factor.data(), zero.data());
-            unpack_row(m, first_row + r, factor.data(), zero.data(), out + r * m.columns);
+            read_groups(m, r, factor.data(), zero.data());
+            unpack_row(m, r, factor.data(), zero.data(), out + r * m.columns);
+        }
+    }
+}
+
+// y[T, F] = x[T, H] @ weight[F, H].T + bias[F]: each row is unpacked once, into the nearest cache.
+extern "C" void firstlight_linear_packed(
+    const uint8_t *codes, const float *numbers, const void *scales, const float *scale_numbers, const int8_t *zeros,
+    const float *outer, const int32_t *order, const int64_t *how, const bf16 *bias, const bf16 *x, bf16 *y, int64_t T,
+    int64_t F, int threads) {
+    using namespace packed;
+    const Matrix m = matrix_of(codes, numbers, scales, scale_numbers, zeros, outer, order, how);
+    if (F * m.columns < ENOUGH) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<float> factor(m.groups), zero(m.groups);
+        std::vector<bf16> row(m.columns);
+        int64_t first, last;
+        share(F, omp_get_thread_num(), omp_get_num_threads(), &first, &last);
+        for (int64_t f = first; f < last; f++) {
+            read_groups(m, f, factor.data(), zero.data());
+            unpack_row(m, f, factor.data(), zero.data(), row.data());
+            float added = bias ? to_float(bias[f]) : 0.0f;
+            for (int64_t t = 0; t < T; t++)
+                y[t * F + f] = to_bf16(product(row.data(), x + t * m.columns, m.columns) + added);
         }
     }
 }

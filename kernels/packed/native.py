@@ -1,7 +1,9 @@
 """Products with packed weights on CPUs by our own C++: rows become bfloat16 as fast as memory gives codes.
 
-A tile is unpacked into the cache and multiplied there, by the native linear layer, so that a weight costs little more
-than the reading of its codes. Legend: T tokens, E experts held here, H hidden, F output or intermediate width.
+A row is unpacked into the nearest cache and multiplied there, so that a weight costs little more than the reading of
+its codes; of many tokens a tile at a time is, by torch's product.
+
+Legend: T tokens, E experts held here, H hidden, F output or intermediate width.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.kernels.linear.native import MANY_ROWS, multiplies_as_fast_as_torch
+from firstlight.kernels.linear.native import MANY_ROWS
 from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.native.build import function
 from firstlight.kernels.packed import codes, cpu
@@ -26,37 +28,30 @@ BYTES = 3
 
 
 def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias (see the reference for the contract); never more than a tile of the weight is unpacked."""
+    """x @ weight.T + bias (see the reference for the contract); of few tokens each row is unpacked where it is used."""
     if not is_read(weight_FH):
         return cpu.linear_packed(x_TH, weight_FH, bias_F)
     if x_TH.dim() != 2:
         return linear_packed(x_TH.flatten(0, -2), weight_FH, bias_F).unflatten(0, x_TH.shape[:-1])
-    x_TH = x_TH.contiguous()
-    (T, H), width = x_TH.shape, weight_FH.rows
-    rows = max(1, min(width, TILE_ELEMENTS // max(H, 1)))
-    out_TF, tile = x_TH.new_empty(T, width), x_TH.new_empty(rows, H)
-    unpacking = _Unpacking(weight_FH)
-    for start in range(0, width if T else 0, rows):
-        stop = min(start + rows, width)
-        part = unpacking.into(tile[: stop - start], start)
-        own = None if bias_F is None else bias_F[start:stop]
-        _multiply(x_TH, part, own, out_TF[:, start:stop])
-    return out_TF
-
-
-def _multiply(x_TH: Tensor, tile_FH: Tensor, bias_F: Tensor | None, out_TF: Tensor) -> None:
-    """A tile's share of the product, into place."""
-    (T, H), rows = x_TH.shape, tile_FH.shape[0]
-    if T >= MANY_ROWS and not multiplies_as_fast_as_torch():
-        out_TF.copy_(F.linear(x_TH, tile_FH, bias_F))
-        return
-    there_TF = out_TF if out_TF.is_contiguous() else x_TH.new_empty(T, rows)
-    bias = None if bias_F is None else bias_F.contiguous().data_ptr()
-    function("linear", "ppppllli")(
-        tile_FH.data_ptr(), bias, x_TH.data_ptr(), there_TF.data_ptr(), T, rows, H, torch.get_num_threads()
+    x_TH, width = x_TH.contiguous(), weight_FH.rows
+    out_TF = x_TH.new_empty(x_TH.shape[0], width)
+    if x_TH.shape[0] >= MANY_ROWS:
+        for start, stop in weight_FH.tiles(TILE_ELEMENTS):
+            tile_FH = unpack(weight_FH.part(start, stop), x_TH.dtype)
+            out_TF[:, start:stop] = F.linear(x_TH, tile_FH, None if bias_F is None else bias_F[start:stop])
+        return out_TF
+    arguments = _Arguments(weight_FH)
+    bias_F = None if bias_F is None else bias_F.contiguous()
+    function("linear_packed", "ppppppppppplli")(
+        *arguments.addresses,
+        None if bias_F is None else bias_F.data_ptr(),
+        x_TH.data_ptr(),
+        out_TF.data_ptr(),
+        x_TH.shape[0],
+        width,
+        torch.get_num_threads(),
     )
-    if there_TF is not out_TF:
-        out_TF.copy_(there_TF)
+    return out_TF
 
 
 def moe_packed(
@@ -76,7 +71,9 @@ def unpack(weight: PackedMatrix, dtype: torch.dtype) -> Tensor:
     assert dtype == torch.bfloat16, dtype
     if not is_read(weight):
         return cpu.unpacked(weight, dtype)
-    return _Unpacking(weight).into(torch.empty(weight.shape, dtype=dtype), 0)
+    out_RC, arguments = torch.empty(weight.shape, dtype=dtype), _Arguments(weight)
+    function("unpack", "pppppppppli")(*arguments.addresses, out_RC.data_ptr(), weight.rows, torch.get_num_threads())
+    return out_RC
 
 
 def is_read(weight: PackedMatrix) -> bool:
@@ -86,13 +83,12 @@ def is_read(weight: PackedMatrix) -> bool:
     return zeros and scales and all(part.is_contiguous() for part in weight.parts)
 
 
-class _Unpacking:
-    """A weight and where its parts lie in memory."""
+class _Arguments:
+    """A weight as the C++ takes it: `addresses` of its parts, of tables, and of sizes, which stay while this does."""
 
     def __init__(self, weight: PackedMatrix) -> None:
-        self._weight = weight  # what the addresses are of
         rows, columns = weight.block
-        self._how = torch.tensor(
+        sizes = torch.tensor(
             [
                 weight.columns,
                 weight.code_bytes.shape[-1],
@@ -106,20 +102,13 @@ class _Unpacking:
             ],
             dtype=torch.int64,
         )
-        self._numbers = _numbers(weight.code)
-        self._scale_numbers = _numbers(weight.scale_kind) if weight.scale_kind != "float" else None
-        self._function = function("unpack", "ppppppppplli")
+        table = None if weight.scale_kind == "float" else _numbers(weight.scale_kind)
+        beside = (table, weight.zeros, weight.outer, weight.order, sizes)
+        self._held = (weight.codes, _numbers(weight.code), weight.scales, *beside)
 
-    def into(self, tile_RC: Tensor, first: int) -> Tensor:
-        """Fills a tile with the numbers of rows from `first` on."""
-        weight = self._weight
-        table, parts = self._scale_numbers, (weight.zeros, weight.outer, weight.order)
-        self._function(
-            weight.codes.data_ptr(), self._numbers.data_ptr(), weight.scales.data_ptr(),
-            None if table is None else table.data_ptr(), *(None if one is None else one.data_ptr() for one in parts),
-            tile_RC.data_ptr(), self._how.data_ptr(), first, tile_RC.shape[0], torch.get_num_threads(),
-        )  # fmt: skip
-        return tile_RC
+    @property
+    def addresses(self) -> tuple[int | None, ...]:
+        return tuple(None if one is None else one.data_ptr() for one in self._held)
 
 
 @lru_cache(maxsize=16)
