@@ -35,6 +35,7 @@ VERBS: dict[str, str] = {
     "doctor": "what this machine has, and which operators would be chosen and why",
 }
 
+ABOUT = "From a directory of weights to verified text and image answers, with the evidence written down."
 EPILOG = (
     "firstlight VERB --help tells about one verb. Exit status: 0 passed, 1 a check failed, 2 refused, 130 interrupted."
 )
@@ -115,18 +116,23 @@ def _leave_others_behind() -> None:
 
 
 def overview() -> str:
-    """What `firstlight --help` prints."""
-    width = max(map(len, VERBS))
-    lines = [
-        "usage: firstlight VERB [arguments]",
-        "",
-        "From a directory of weights to verified text and image answers, with the evidence written down.",
-        "",
-        *(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()),
-        "",
-        EPILOG,
-    ]
-    return "\n".join(lines)
+    """What `firstlight --help` prints, within the width of the terminal."""
+    import shutil
+    import textwrap
+
+    width, room = max(map(len, VERBS)), min(120, shutil.get_terminal_size((100, 24)).columns)
+    rows = (f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items())
+    return "\n".join(
+        [
+            "usage: firstlight VERB [arguments]",
+            "",
+            textwrap.fill(ABOUT, room),
+            "",
+            *(textwrap.fill(row, room, subsequent_indent=" " * (width + 4)) for row in rows),
+            "",
+            textwrap.fill(EPILOG, room),
+        ]
+    )
 
 
 def _main(words: list[str], outlet: Outlet) -> int:

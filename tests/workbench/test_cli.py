@@ -33,11 +33,13 @@ def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return status, out, err
 
 
-def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     for words in ((), ("--help",), ("help",)):
         status, out, _ = say(capsys, *words)
         assert status == 0
         assert all(re.search(rf"^  {verb} ", out, re.MULTILINE) for verb in VERBS)
+        assert max(map(len, out.splitlines())) <= 60
     assert say(capsys, "--version")[1].startswith("firstlight ")
 
 
