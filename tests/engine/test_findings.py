@@ -10,7 +10,17 @@ import msgspec
 import pytest
 
 from firstlight.engine.errors import FirstlightError, Refused
-from firstlight.engine.findings import CODES, Finding, fatal, note, warning
+from firstlight.engine.findings import (
+    CODES,
+    MOST_FILES,
+    MOST_TENSORS,
+    Finding,
+    fatal,
+    gathered,
+    listing,
+    note,
+    warning,
+)
 from tests.repo.tree import python_files, syntax_tree
 
 PROMISED = """missing-shard stale-index unlisted-tensor duplicate-tensor truncated-shard trailing-bytes header-too-large
@@ -102,3 +112,42 @@ def test_refusals_carry_their_findings() -> None:
     assert str(refused) == f"{one}\n{two}"
     assert Refused(one).findings == (one,)
     assert issubclass(Refused, FirstlightError)
+
+
+def cut(file: str, size: int = 7, tensors: int = 1) -> Finding:
+    names = [f"{file}.{number}" for number in range(tensors)]
+    found = f"{size} bytes"
+    return fatal(
+        "truncated-shard", f"{file} is short by {size}", file=file, found=found, next="fetch it", **listing(names)
+    )
+
+
+def test_a_finding_names_the_first_of_very_many_tensors_and_counts_the_others() -> None:
+    names = [f"layers.{number}.w" for number in range(MOST_TENSORS + 5)]
+    for finding in (fatal("missing-tensor", "m", next="n", **listing(names)), *gathered([note("tied-head", "m")])):
+        assert len(finding.tensors) + finding.more_tensors in (len(names), 0)
+    told = gathered([fatal("missing-tensor", "m", tensors=tuple(names), next="n")])[0]
+    assert (told.tensors, told.more_tensors) == (tuple(names[:MOST_TENSORS]), 5)
+    assert f"layers.3.w and {len(names) - 4:,} more" in str(told)
+
+
+def test_one_fault_of_very_many_files_is_said_of_some_and_once_for_the_others() -> None:
+    files = [f"model-{number:05}.safetensors" for number in range(1, 41)]
+    other = fatal("truncated-shard", "a.safetensors ends in its header", file="a.safetensors", next="fetch it")
+    said = gathered([*(cut(file, 7 + place % 2, 100) for place, file in enumerate(files)), other])
+    assert said[:MOST_FILES] == tuple(cut(file, 7 + place % 2, 100) for place, file in enumerate(files[:MOST_FILES]))
+    rest, last = said[MOST_FILES:]
+    assert last == other
+    assert f"the same of {40 - MOST_FILES} files more" in rest.message
+    assert all(file in str(rest.found) for file in files[MOST_FILES:])
+    assert {"7 bytes", "8 bytes"} == set(re.findall(r"\d bytes", str(rest.found)))
+    assert len(rest.tensors) + rest.more_tensors == 100 * (40 - MOST_FILES)
+    assert gathered(said[: MOST_FILES + 1]) == said[: MOST_FILES + 1]
+
+
+def test_findings_that_are_about_different_things_stay_apart() -> None:
+    kinds = [
+        fatal("unconsumed-tensor", f"layers.*.{word}: 3 tensors", file="model.safetensors", next="n")
+        for word in map(chr, range(97, 97 + 26))
+    ]
+    assert gathered(kinds) == tuple(kinds)

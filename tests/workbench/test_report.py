@@ -122,6 +122,14 @@ def test_the_fields_are_the_contract_and_no_more() -> None:
     assert set(json.loads(forced.to_json())) == fields | {"duration_s", "forced"}
 
 
+def test_tensors_that_a_finding_only_counts_are_said() -> None:
+    draft = Draft("scan", "m")
+    draft.find(fatal("missing-tensor", "many", tensors=("a", "b"), more_tensors=1998, next="n"))
+    report = draft.close()
+    assert json.loads(report.to_json())["findings"][0]["more_tensors"] == 1998
+    assert "a, b and 1,998 more" in str(report)
+
+
 def test_nan_and_infinity_become_null_and_are_said() -> None:
     draft = Draft("verify", "m")
     draft.check("close", False, value=float("nan"), limit=1e-3, unit="of scale", detail="layer 3")
