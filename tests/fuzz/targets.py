@@ -66,7 +66,7 @@ def header(data: bytes) -> None:
         return
     _complete(found.findings)
     if columns is not None:
-        assert (infos_of(columns), ()) == (found.tensors, found.findings)
+        assert (infos_of(columns), columns.findings) == (found.tensors, found.findings)
     if any(finding.severity == "fatal" for finding in found.findings):
         return
     length = int.from_bytes(data[:8], "little")
