@@ -47,12 +47,12 @@ class Awq(Format, frozen=True, kw_only=True):
         return False
 
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import packed_codes, zero_points
+        from firstlight.engine.weights.formats.unpacking import turned_codes, zero_points
 
         if role == "scale":
             return stored.mT
-        each = self._each(stored, box).mT
-        return packed_codes(each, BITS) if role == "codes" else zero_points(each, BITS)
+        each = self._each(stored, box)
+        return turned_codes(each, BITS) if role == "codes" else zero_points(each.mT, BITS)
 
     def _each(self, words: Tensor, box: Box) -> Tensor:
         """Codes or zero points of the rows of a box, [inputs or groups, rows], one a byte."""

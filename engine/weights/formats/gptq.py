@@ -72,11 +72,14 @@ class Gptq(Format, frozen=True, kw_only=True):
         return False  # an order as well is looked at first
 
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import packed_codes, zero_points
+        import torch
+
+        from firstlight.engine.weights.formats.unpacking import row_bytes, zero_points
 
         if role == "codes":
-            each = self._codes(stored, box).mT
-            return packed_codes(each if self.bits != 8 else each ^ 0x80, self.bits)
+            words = stored.mT.clone(memory_format=torch.contiguous_format)
+            found = row_bytes(words, box[COLUMNS], 32 // self.bits, self.bits)
+            return found if self.bits != 8 else found ^ 0x80
         if role == "zero":
             return zero_points(self._zero_codes(stored, box).mT, self.bits)
         return stored.unsqueeze(-2) if role == "order" else stored.mT

@@ -20,13 +20,13 @@ __all__ = [
     "e8m0",
     "fp8",
     "of_groups",
-    "packed_codes",
     "row_bytes",
     "scale32",
     "scaled",
     "shifted",
     "span",
     "spread",
+    "turned_codes",
     "zero_points",
 ]
 
@@ -54,17 +54,15 @@ def row_bytes(stored: Tensor, columns: tuple[int, int], block: int, bits: int) -
     return packed.narrow(-1, first, -(-(stop - start) * bits // 8))
 
 
-def packed_codes(each: Tensor, bits: int) -> Tensor:
-    """Codes [..., columns], one a byte -> bytes [..., ceil(columns x bits / 8)], the first one lowest."""
+def turned_codes(each: Tensor, bits: int) -> Tensor:
+    """Codes [..., columns, rows], one a byte -> bytes [..., rows, ceil(columns x bits / 8)], the first one lowest."""
     per_byte = 8 // bits
-    if per_byte == 1:
-        return each
-    missing = -each.shape[-1] % per_byte
-    parts = torch.nn.functional.pad(each, (0, missing)).unflatten(-1, (-1, per_byte)).unbind(-1)
+    padded = torch.nn.functional.pad(each, (0, 0, 0, -each.shape[-2] % per_byte))
+    parts = padded.unflatten(-2, (-1, per_byte)).unbind(-2)
     found = parts[0].clone()
     for place, part in enumerate(parts[1:], 1):
         found |= part << (place * bits)
-    return found
+    return found.mT.contiguous()
 
 
 def zero_points(each: Tensor, bits: int) -> Tensor:
