@@ -25,7 +25,7 @@ def codes_of(words: Tensor, bits: int) -> set[int]:
     """The codes that occur in words."""
     from firstlight.engine.weights.formats.unpacking import codes
 
-    return set(codes(words, bits).unique().tolist())
+    return set(codes(words, bits).flatten().bincount().nonzero().flatten().tolist())
 
 
 class Gptq(Format, frozen=True, kw_only=True):
