@@ -6,7 +6,7 @@ No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import product
 
 import msgspec
@@ -65,7 +65,7 @@ class Renamed(msgspec.Struct, frozen=True):
         )
 
 
-def renamed(groups: Mapping[str, Group], missing: Container[str], matcher: Matcher) -> Renamed | None:
+def renamed(groups: Mapping[str, Group], missing: Collection[str], matcher: Matcher) -> Renamed | None:
     """What most of very many kinds that no rule speaks of have in common with names that rules do speak of.
 
     `missing`: patterns of parameters that lack tensors; only what would fill such is meant.
