@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 MOST = 1 << 40
+ENDLESS = 1 << 1000  # whole numbers may have any number of digits; floats end at 2**1024
 LIMITS = (  # of what is counted one by one; other numbers may be as large as memory is
     (re.compile(r"(\w+_)?(num|n)_(\w+_)?layers?|depth"), 10_000),
     (re.compile(r"(\w+_)?(num|n)_(\w+_)?heads?"), 100_000),
@@ -122,7 +123,7 @@ def _each(holds: Callable[[float], bool]) -> Holds:
     def asked(value: Any) -> bool:
         if isinstance(value, list | tuple):
             return all(item is None or asked(item) for item in value)
-        return isinstance(value, int | float) and not isinstance(value, bool) and holds(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < ENDLESS and holds(value)
 
     return asked
 

@@ -112,6 +112,8 @@ IMPOSSIBLE = [
     ("llama", "rope_parameters", [1]),
     ("llama", "rope_parameters.rope_theta", True),
     ("llama", "rope_parameters.rope_theta", 1e-300),
+    ("llama", "rope_parameters.rope_theta", 10**400),
+    ("llama", "hidden_size", 10**400),
     ("llama", "num_attention_heads", 1 << 31),
     ("qwen3_moe", "mlp_only_layers", {"a": 1}),
     ("qwen3_moe", "mlp_only_layers", "big"),
@@ -159,4 +161,4 @@ def test_nothing_is_computed_with_a_value_that_cannot_be(name: str, place: str, 
     assert (finding.code, finding.file) == ("config-invalid", "config.json")
     assert key in said or above[-1] in said
     assert finding.expected
-    assert str(value).strip("'") in said
+    assert str(value).strip("'")[:40] in said
