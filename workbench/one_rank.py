@@ -24,6 +24,7 @@ from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import Wish, kept_roles
 from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.parallel.pieces import Piece, RankPieces, rank_pieces
+from firstlight.engine.room import available_bytes
 from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.header import DTYPE_BITS
@@ -229,10 +230,8 @@ def _only(share: RankPieces, start: int, stop: int) -> RankPieces:
 
 
 def _refuse_too_large(chosen: RankPieces) -> None:
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    if chosen.nbytes > free:
+    free = available_bytes()
+    if free is not None and chosen.nbytes > free:
         raise Refused(
             fatal(
                 "does-not-fit",

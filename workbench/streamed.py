@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.room import available_bytes
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.sources.mirror import complete
 from firstlight.engine.weights.unpacked import Unpacked
@@ -227,7 +227,7 @@ def open_reference(
     """The reference whole or, `streamed`, layer by layer; None: layer by layer if it would fill most of the memory."""
     if streamed is None:
         needed_bytes = Unpacked(checkpoint).elements * DTYPES[dtype].itemsize
-        streamed = needed_bytes > MEMORY_SHARE * psutil.virtual_memory().available
+        streamed = needed_bytes > MEMORY_SHARE * (available_bytes() or 0)
     if streamed:
         return StreamedReference.open(checkpoint.directory, dtype=dtype)
     complete(Path(checkpoint.directory))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from functools import lru_cache
 from importlib import resources
@@ -14,6 +13,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.room import memory_bytes
 
 CPU = "CPU"  # the device's name where a machine's own memory is meant
 
@@ -182,10 +182,9 @@ def _bad_cluster(path: Path, reason: str) -> Refused:
 
 
 def local_cluster(ranks: int) -> Cluster:
-    """This machine's memory shared by `ranks` processes on its CPUs."""
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    """This machine's memory, as far as it is ours, shared by `ranks` processes on its CPUs."""
     return Cluster(
         nodes=1,
         per_node=ranks,
-        device=Device(name=CPU, memory_bytes=pages * page // ranks, per_node=ranks),
+        device=Device(name=CPU, memory_bytes=memory_bytes() // ranks, per_node=ranks),
     )

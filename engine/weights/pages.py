@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import statistics
 import threading
 import time
@@ -16,6 +15,7 @@ from weakref import ref
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.room import available_bytes
 
 ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the widest vector registers
 HUGE_PAGE_BYTES = 2 << 20
@@ -334,19 +334,6 @@ def madvise() -> Callable[[int, int, int], int]:
     call = ctypes.CDLL(None, use_errno=True).madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return call
-
-
-def available_bytes() -> int | None:
-    """Memory this process can still get: what Linux calls available, within its cgroup's limit; None if not known."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    limits = [int(found[1]) * 1024] if found else []
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        limits.append(max(0, int(text) - int(used.read_text())))
-    return min(limits, default=None)
 
 
 def huge_page_bytes(address: int, nbytes: int) -> tuple[int | None, str | None]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.room import available_bytes
 from firstlight.engine.weights.memory import Pool, aligned, measure_read_bandwidth, writable_bytes
 from firstlight.engine.weights.pages import (
     HUGE_FROM_BYTES,
     HUGE_PAGE_BYTES,
-    available_bytes,
     huge_page_bytes,
 )
 from tests.costs import own_bytes
