@@ -219,7 +219,7 @@ class Pages:
         self._ask_for_huge(False)
         self.reason = (
             f"the system took {self._pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are used for "
-            "now; join_pages joins them"
+            "now, and joined in the background"
         )
 
     def _back(self, offset: int, nbytes: int) -> None:
