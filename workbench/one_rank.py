@@ -275,7 +275,8 @@ def _bytes(draft: Draft, checkpoint: Checkpoint, share: RankPieces, chosen: Rank
 def _stored_bytes(checkpoint: Checkpoint, piece: Piece) -> int:
     """Bytes as stored that a piece needs, counted from its region alone."""
     if piece.packed is not None:
-        return piece.packed.box_bytes(tuple((start, stop) for start, stop, _ in piece.region))
+        box = tuple((start, stop) for start, stop, _ in piece.region)
+        return piece.packed.box_bytes(box, piece.roles + piece.roles_beside)
     count = 1
     for start, stop, step in piece.region:
         count *= -(-(stop - start) // step)

@@ -53,6 +53,19 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     role: str = ""
     packing: Packing | None = None
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The parts of a packed weight that the piece is made of, in their order: one where it stays packed."""
+        parts = () if self.packed is None else self.packed.format.parts
+        return tuple(part.role for part in parts if self.packing is None or part.role == self.role)
+
+    @property
+    def roles_beside(self) -> tuple[str, ...]:
+        """Parts of a weight that stays packed that are read with its codes and not held, its shape for one."""
+        if self.packed is None or self.packing is None or self.role != "codes":
+            return ()
+        return tuple(part.role for part in self.packed.format.parts if part.role not in self.packing.roles)
+
 
 class RankPieces(msgspec.Struct, frozen=True, kw_only=True):
     """All storages of a rank in forward order and, with a ledger, the pieces that fill them.

@@ -18,7 +18,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.cover import Run, cover, is_whole
-from firstlight.engine.weights.formats.grid import Axis, Box, Packed, Packing
+from firstlight.engine.weights.formats.grid import Axis, Box, Packed
 from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.laying import begins_with_a_block, lay
 from firstlight.engine.weights.memory import Pool, aligned, writable_bytes
@@ -78,8 +78,7 @@ class Placing:
             return
         place = self.places[piece.param]
         if piece.packed is not None:
-            if piece.role == "codes":
-                yield from self._checked(piece, piece.packed)
+            yield from self._checked(piece, piece.packed)
             lies = self._as_it_lies(piece, piece.packed, place)
             yield from self._packed(piece, piece.packed) if lies is None else self._straight(*lies, place)
             return
@@ -118,15 +117,11 @@ class Placing:
             return 0
         if piece.packed is None:
             return math.prod(piece.shape) * DTYPE_BITS[self.checkpoint.tensors[piece.tensor].dtype] // 8
-        packed, roles = piece.packed, _roles_of(piece, piece.packed)
-        if piece.packing is not None and piece.role == "codes":
-            roles += _beside(piece.packing, packed)
-        return packed.box_bytes(_box(piece.region), roles)
+        return piece.packed.box_bytes(_box(piece.region), piece.roles + piece.roles_beside)
 
     def _checked(self, piece: Piece, packed: Packed) -> Iterator[Step]:
         """What stands beside codes that stay packed and is not held, its shape for one, held against the weight."""
-        assert piece.packing is not None
-        for part, info in packed.stored(_beside(piece.packing, packed)):
+        for part, info in packed.stored(piece.roles_beside):
             region = _region(part.bounds(_box(piece.region), packed.shape))
             run = cover(info, region)
             yield Step((info.name,), run.nbytes, self._holding(packed, part.role, info, run, region))
@@ -187,7 +182,7 @@ class Placing:
 
     def _packed(self, piece: Piece, packed: Packed) -> Iterator[Step]:
         """Blocks at a time along the dim that is outermost in the file, as many as staging memory takes."""
-        parts = tuple(packed.stored(_roles_of(piece, packed)))
+        parts = tuple(packed.stored(piece.roles))
         for box, skipped, first, count in _boxes(piece.region, packed):
             regions = [_region(part.bounds(box, packed.shape)) for part, _ in parts]
             wanted = [(info, cover(info, region)) for (_, info), region in zip(parts, regions, strict=True)]
@@ -208,7 +203,7 @@ class Placing:
             reads, views = self._stage(wanted)
 
             def finish() -> None:
-                parts = zip(_roles_of(piece, packed), wanted, regions, views, strict=True)
+                parts = zip(piece.roles, wanted, regions, views, strict=True)
                 stored = {
                     role: cut(info, region, run, view).to(self.device) for role, (info, run), region, view in parts
                 }
@@ -225,16 +220,6 @@ class Placing:
 
 def _nothing() -> None:
     """There is nothing to do behind reads that went straight into place."""
-
-
-def _roles_of(piece: Piece, packed: Packed) -> tuple[str, ...]:
-    """The parts of a weight that a piece is made of, in their order: one where it stays packed."""
-    return tuple(part.role for part in packed.format.parts if piece.packing is None or part.role == piece.role)
-
-
-def _beside(packing: Packing, packed: Packed) -> tuple[str, ...]:
-    """The parts of a weight that stays packed that are not held."""
-    return tuple(part.role for part in packed.format.parts if part.role not in packing.roles)
 
 
 def _box(region: Region) -> Box:
