@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,11 +67,16 @@ def make_once(path: Path, build: Callable[[Path], None]) -> None:
 def _alone_in(folder: Path) -> Iterator[None]:
     """A folder that one process or thread at a time has, and that goes when it is done."""
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileExistsError, FileNotFoundError):
+            if _is_no_folder(folder):
+                raise
+            continue  # who had it is done just now
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
+            if _is_at(folder, descriptor):
                 try:
                     yield
                 finally:
@@ -78,6 +84,22 @@ def _alone_in(folder: Path) -> Iterator[None]:
                 return
         finally:
             os.close(descriptor)
+
+
+def _is_no_folder(path: Path) -> bool:
+    """Whether something else than a folder is there, a link for one."""
+    try:
+        return not stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _is_at(folder: Path, descriptor: int) -> bool:
+    """Whether a folder is still the one that was opened."""
+    try:
+        return os.path.samestat(folder.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def run_together(commands: Sequence[Sequence[str]]) -> None:

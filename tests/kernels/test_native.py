@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +104,34 @@ def test_what_is_being_compiled_ends_with_whoever_is_killed(tmp_path: Path) -> N
     owner.kill()
     owner.wait()
     gone([int(started.read_text())], "the compiler goes on")
+
+
+def test_many_that_want_one_library_at_once_never_meet_a_folder_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making the folder, opening it and looking at it, whoever had it may take it away."""
+    path, whole = tmp_path / "one.so", os.open
+    scratch = path.with_name("one.so.making")
+    went: list[str] = []
+
+    def opened(place: str | os.PathLike[str], flags: int, *rest: int, **more: Any) -> int:
+        if place != scratch or len(went) >= 2:
+            return whole(place, flags, *rest, **more)
+        went.append("before" if not went else "after")
+        if went[-1] == "before":
+            scratch.rmdir()
+            return whole(place, flags, *rest, **more)
+        found = whole(place, flags, *rest, **more)
+        scratch.rmdir()
+        return found
+
+    monkeypatch.setattr(os, "open", opened)
+    library.make_once(path, lambda made: made.write_text("made") and None)
+    assert (path.read_text(), went, scratch.exists()) == ("made", ["before", "after"], False)
+    scratch.symlink_to(tmp_path / "nowhere")
+    path.unlink()
+    with pytest.raises(FileExistsError):
+        library.make_once(path, lambda made: made.write_text("made") and None)
 
 
 def test_a_library_is_made_once_and_what_was_left_of_it_goes(tmp_path: Path) -> None:
