@@ -79,6 +79,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     fills: dict[str, str] = {}
     strangers: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        """Names that came as JSON are what they were when they went."""
+        for field in ("missing", "unconsumed"):
+            if isinstance(names := getattr(self, field), list):
+                msgspec.structs.force_setattr(self, field, tuple(names))
+
     @property
     def complete(self) -> bool:
         return not any(finding.severity == "fatal" for finding in self.findings)
