@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -404,9 +404,11 @@ class _Json(JSONResponse):
 
 
 def _plain(value: Any) -> Any:
-    """A mapping that makes its entries when asked, as a dict."""
+    """A mapping that makes its entries when asked, as a dict, and a sequence that does, as a list."""
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
     raise NotImplementedError(f"{type(value).__name__} has no place in an answer")
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.serving.server import _plain
 from firstlight.engine.weights import checkpoint as opening
 from firstlight.engine.weights import ledger, wholesale
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -98,7 +99,7 @@ def test_names_that_begin_otherwise_are_one_fault(
     missing, unconsumed = (finding for finding in fast.findings if finding.severity == "fatal")
     assert (missing.code, unconsumed.code) == ("missing-tensor", "unconsumed-tensor")
     changed = sorted(new for old, new in names.items() if new != old)
-    assert (len(unconsumed.tensors) + unconsumed.more_tensors, fast.unconsumed) == (len(changed), changed)
+    assert (len(unconsumed.tensors) + unconsumed.more_tensors, list(fast.unconsumed)) == (len(changed), changed)
     assert len(missing.tensors) + missing.more_tensors == len(fast.missing)
     assert f"'{other}'" in unconsumed.message or f"'{head.removesuffix(other)}'" in unconsumed.message
 
@@ -230,3 +231,21 @@ def test_modules_that_configurations_leave_out(
     config["text_config"]["quantization_config"]["ignore"] += kept
     fast, plain = both(write_release(tmp_path / "k3", json.loads(json.dumps(config)), tensors, 3), monkeypatch)
     assert fast == plain
+
+
+@pytest.mark.parametrize("experts", [12, 6], ids=["sound", "beyond config.json"])
+def test_an_account_of_many_goes_to_clients_and_comes_back(
+    experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries and names that are made when asked for are an answer of the server like any."""
+    config, tensors = small_k3()
+    config["text_config"]["num_experts"] = experts
+    monkeypatch.setattr(wholesale, "FEWEST", 2)
+    monkeypatch.setattr(ledger, "MANY", 2)
+    checkpoint = Checkpoint.open(write_release(tmp_path / "k3", config, tensors, 3))
+    found = account(checkpoint, *FAMILIES.describe(checkpoint.config))
+    assert not isinstance(found.sources, dict)
+    assert bool(found.unconsumed) == (experts < 12)
+    back = msgspec.json.decode(msgspec.json.encode(found, enc_hook=_plain), type=Ledger)
+    assert (back.consumed, back.sources.keys()) == (dict(found.consumed), set(found.sources))
+    assert (back.missing, back.unconsumed) == (tuple(found.missing), tuple(found.unconsumed))
