@@ -44,9 +44,7 @@ def test_a_complete_account(llama: Path) -> None:
     assert set(ledger.summary().values()) == {21, 0}
     assert ledger.consumed["model.layers.1.mlp.down_proj.weight"] == ("layers.1.ffn.down.weight",)
     assert ledger.sources["layers.1.ffn.down.weight"].tensor == "model.layers.1.mlp.down_proj.weight"
-    again = msgspec.json.decode(msgspec.json.encode(ledger), type=Ledger)
-    assert msgspec.structs.replace(again, missing=(), unconsumed=()) == ledger
-    assert (again.missing, again.unconsumed) == ([], [])
+    assert msgspec.json.decode(msgspec.json.encode(ledger), type=Ledger) == ledger
 
 
 # Names
