@@ -17,7 +17,7 @@ from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.side_files import nested
-from firstlight.engine.weights.json_text import keys_twice
+from firstlight.engine.weights.files.json_text import keys_twice
 from firstlight.workbench.contradictions import TEXT_LEVELS
 
 TEMPLATE = "chat_template.jinja"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from firstlight.engine.findings import Finding, fatal, note, warning
-from firstlight.engine.weights.stock import Kind, by_dtype, numbered
+from firstlight.engine.weights.names.stock import Kind, by_dtype, numbered
 
 TEXT_LEVELS = ("text_config", "llm_config", "language_config", "language_model_config")
 # Keys of the text model: stated at two levels they must agree, since readers differ in which level they look at.

@@ -12,7 +12,7 @@ from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import localize
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.files.header import DTYPE_BITS
 
 
 class BlockCost(msgspec.Struct, frozen=True, kw_only=True):

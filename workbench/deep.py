@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.packed import FLOATS, weight_name
 from firstlight.engine.weights.sources.base import ByteSource, OpenFile
 from firstlight.workbench.progress import Progress

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, what_is
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.engine.weights.safetensors_file import Tagged, read, write
+from firstlight.engine.weights.files.safetensors_file import Tagged, read, write
 
 Arrays = dict[str, NDArray[Any]]
 PICTURE_NAMES = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.inputs.prepare import Prepared
-from firstlight.engine.weights.safetensors_file import Tagged
+from firstlight.engine.weights.files.safetensors_file import Tagged
 from firstlight.workbench.report import Draft, Report
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from firstlight.engine.weights.accounts.lots import Consumed
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger
-from firstlight.engine.weights.lots import Consumed
 
 FILE = "ledger.sqlite"
 COLUMNS = ("tensor", "file", "dtype", "shape", "total_bytes", "verdict", "goes_to")

@@ -26,10 +26,10 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import RankPieces, rank_pieces, settled_roles
 from firstlight.engine.parallel.plan import room_here
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.fp8 import block_words
-from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.pages import Pages, reserve
+from firstlight.engine.weights.loading.pages import Pages, reserve
 from firstlight.engine.weights.sources.local import LocalFiles, Method
 from firstlight.workbench import fallback_rungs
 from firstlight.workbench.progress import Progress

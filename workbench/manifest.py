@@ -16,7 +16,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, warning
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.json_text import why_no_json
+from firstlight.engine.weights.files.json_text import why_no_json
 from firstlight.workbench.deep import TensorReading
 from firstlight.workbench.report import write_atomically
 

@@ -27,7 +27,7 @@ from firstlight.engine.parallel.pieces import Piece, RankPieces, rank_pieces
 from firstlight.engine.room import available_bytes
 from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from firstlight.engine.findings import Finding, warning
-from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
 from firstlight.workbench.deep import TensorReading
 
 LEAST_SIBLINGS = 5

@@ -20,12 +20,12 @@ from firstlight.engine.parallel.hardware import Cluster
 from firstlight.engine.parallel.mesh import AXES, HEADS, Attention, Mesh
 from firstlight.engine.parallel.plan import HEADROOM, Objective, Plan, make_plan
 from firstlight.engine.parallel.ranking import reason, shown
+from firstlight.engine.weights.accounts.tensor_count import tensor_count
 from firstlight.engine.weights.checkpoint import config_twice
+from firstlight.engine.weights.files.index import CONFIG_LIMIT_BYTES, read_object
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.engine.weights.formats.telltale import by_files
-from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
-from firstlight.engine.weights.tensor_count import tensor_count
 from firstlight.workbench import fallback_rungs
 from firstlight.workbench.facts import completed, filled_in, shipped
 from firstlight.workbench.report import Draft, Report

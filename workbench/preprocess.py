@@ -8,7 +8,7 @@ from pathlib import Path
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.pictures import open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
-from firstlight.engine.weights import safetensors_file
+from firstlight.engine.weights.files import safetensors_file
 
 
 def preprocess(

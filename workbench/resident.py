@@ -14,10 +14,10 @@ from firstlight.engine.parallel.layouts import Layouts, fullest
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.parallel.plan import Plan
+from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.grid import Format, Packing
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import StoredFormat
-from firstlight.engine.weights.header import DTYPE_BITS
 
 GPU = "cuda"
 NAMES: Mapping[str, str] = MappingProxyType({"expert": "experts", "attention": "attention", "mlp": "dense layers"})

@@ -17,12 +17,12 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import ModelSpec, VisionSpec
+from firstlight.engine.weights.accounts.lots import Consumed
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.uncollected import uncollected
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.lots import Consumed
-from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
-from firstlight.engine.weights.stock import Kind, by_dtype, stock
-from firstlight.engine.weights.uncollected import uncollected
+from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.names.stock import Kind, by_dtype, stock
 from firstlight.workbench import fallback_rungs
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.pages import Pages
-from firstlight.engine.weights.readers import Job, read_jobs
+from firstlight.engine.weights.loading.pages import Pages
+from firstlight.engine.weights.loading.readers import Job, read_jobs
 from firstlight.engine.weights.sources.base import ByteSource
 from firstlight.engine.weights.sources.local import LocalFiles
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
+from firstlight.engine.weights.accounts.lots import Lot, Sources
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.ledger import Ledger
-from firstlight.engine.weights.lots import Lot, Sources
-from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
 from firstlight.engine.weights.source import Source
 
 _name, _shape, _format = attrgetter("name"), attrgetter("shape"), attrgetter("format")

@@ -25,7 +25,7 @@ from firstlight.engine.inputs.messages import refuse_lost, refuse_unread, texts_
 from firstlight.engine.inputs.pictures import Picture, PictureRecord
 from firstlight.engine.inputs.placeholders import Expansion
 from firstlight.engine.inputs.tokenizer import Tokenizer
-from firstlight.engine.weights.safetensors_file import Tensor, bfloat16
+from firstlight.engine.weights.files.safetensors_file import Tensor, bfloat16
 
 Span = tuple[int, int]
 

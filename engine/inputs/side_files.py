@@ -10,7 +10,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
-from firstlight.engine.weights.json_text import decode, why_no_json
+from firstlight.engine.weights.files.json_text import decode, why_no_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -21,7 +21,7 @@ from firstlight.engine.model.spec import CacheSpec, ModelSpec
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.rows import row_axes, undivided
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
-from firstlight.engine.weights.residency import Turning
+from firstlight.engine.weights.loading.residency import Turning
 from firstlight.kernels.registry import Choice
 
 

@@ -16,8 +16,8 @@ import msgspec
 
 from firstlight.engine.model.spec import Param
 from firstlight.engine.parallel.placement import Local
+from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.grid import WHOLE, Format, Packed, Packing, blocks
-from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.source import Region, Source
 from firstlight.kernels.packed.kinds import CODE_BITS
 
@@ -34,7 +34,7 @@ OTHERWISE = "weights that share its memory are stored in other ways"
 UNWANTED = "as it is chosen for this device, or asked for (--packed)"
 Wish = Literal["auto", "always", "never"]
 WISHES: tuple[Wish, ...] = ("auto", "always", "never")
-Residency = Literal["resident", "streamed", "experts"]  # which weights are in memory when: engine/weights/residency.py
+Residency = Literal["resident", "streamed", "experts"]  # engine/weights/loading/residency.py
 RESIDENCIES: tuple[Residency, ...] = ("resident", "streamed", "experts")
 
 

@@ -13,8 +13,8 @@ from firstlight.engine.parallel.census import census
 from firstlight.engine.parallel.kept import ROLES, Kept, Wish, kept_packed, kept_roles, why_of_role
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
+from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.grid import Packed, Packing
-from firstlight.engine.weights.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.source import Region, Source, region_of
 

@@ -18,8 +18,8 @@ from firstlight.engine.parallel.hardware import Cluster, local_cluster
 from firstlight.engine.parallel.layouts import Layouts, Objective, RankBytes, fullest
 from firstlight.engine.parallel.mesh import Attention, Mesh
 from firstlight.engine.parallel.ranking import Candidate, Ranker
+from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.registry import StoredFormat
-from firstlight.engine.weights.header import DTYPE_BITS
 
 __all__ = [
     "HEADROOM",

@@ -31,9 +31,9 @@ from firstlight.engine.serving.same_files import refuse_other_files
 from firstlight.engine.serving.scheduler import Limits
 from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
+from firstlight.engine.weights.loading.hold import hold
 from firstlight.kernels.registry import Choice, NotSupportedError, choose
 
 CACHE_SHARE = 0.9  # of the device memory that is free once the weights are there

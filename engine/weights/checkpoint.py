@@ -15,9 +15,9 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, gathered, listing, note, what_is
-from firstlight.engine.weights.double import settled
-from firstlight.engine.weights.header import Header, TensorInfo, header_bytes, read_header
-from firstlight.engine.weights.index import (
+from firstlight.engine.weights.files.double import settled
+from firstlight.engine.weights.files.header import Header, TensorInfo, header_bytes, read_header
+from firstlight.engine.weights.files.index import (
     CONFIG_LIMIT_BYTES,
     LARGE_BYTES,
     Differences,
@@ -30,17 +30,24 @@ from firstlight.engine.weights.index import (
     read_index,
     read_object,
 )
-from firstlight.engine.weights.shards import ADAPTERS, OTHER_FORMATS, PICKLES, nothing, only_an_adapter, shard_files
+from firstlight.engine.weights.files.shards import (
+    ADAPTERS,
+    OTHER_FORMATS,
+    PICKLES,
+    nothing,
+    only_an_adapter,
+    shard_files,
+)
+from firstlight.engine.weights.files.uncollected import uncollected
 from firstlight.engine.weights.slices import byte_runs
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource
 from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
-from firstlight.engine.weights.uncollected import uncollected
 
 if TYPE_CHECKING:
-    from firstlight.engine.weights.shard_columns import ShardColumns
-    from firstlight.engine.weights.table import Table
-    from firstlight.engine.weights.weight_map import WeightMap
+    from firstlight.engine.weights.files.shard_columns import ShardColumns
+    from firstlight.engine.weights.files.weight_map import WeightMap
+    from firstlight.engine.weights.names.table import Table
 
 T = TypeVar("T")
 MANY = 20_000  # tensors from which on columns take the place of objects
@@ -172,7 +179,7 @@ def _unlike(weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInf
         return Differences((), (), weight_map, (), "")
     if isinstance(tensors, dict):
         return differences(weight_map, tensors)
-    from firstlight.engine.weights.weight_map import unlike
+    from firstlight.engine.weights.files.weight_map import unlike
 
     return unlike(weight_map, tensors)
 
@@ -272,7 +279,7 @@ def _read(paths: Sequence[AnyPath], index: Index | None) -> list[Header | ShardC
     are_many = header_bytes(paths) >= LARGE_BYTES if index is None else len(index.weight_map) >= MANY
     if not are_many or not paths:
         return list(in_turn(partial(_or_why, read_header), paths))
-    from firstlight.engine.weights.shard_columns import read_shard
+    from firstlight.engine.weights.files.shard_columns import read_shard
 
     first = _or_why(read_shard, paths[0])
     are_usual = not isinstance(first, Header) or bool(first.findings)
@@ -292,8 +299,8 @@ def _gathered(
     """All tensors by name, in the order of files, and what is found of those that several files hold."""
     groups = [header.tensors for header in headers if isinstance(header, Header)]
     if len(groups) < len(headers):
-        from firstlight.engine.weights.copies import settled_rows
-        from firstlight.engine.weights.table import Table, infos_of
+        from firstlight.engine.weights.files.copies import settled_rows
+        from firstlight.engine.weights.names.table import Table, infos_of
 
         table = Table.of(headers)
         if table is not None:

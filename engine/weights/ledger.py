@@ -15,13 +15,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, gathered, listing, note, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
-from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.formats.announced import announced
-from firstlight.engine.weights.formats.grid import Packed
-from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
-from firstlight.engine.weights.formats.scheme import Scheme
-from firstlight.engine.weights.formats.telltale import by_files, by_names
-from firstlight.engine.weights.gaps import (
+from firstlight.engine.weights.accounts.gaps import (
     Problem,
     left_over,
     lost,
@@ -34,11 +28,22 @@ from firstlight.engine.weights.gaps import (
     unconsumed_findings,
     wrong,
 )
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.index import CONFIG_LIMIT_BYTES, read_object
-from firstlight.engine.weights.listed import Group, Listed
-from firstlight.engine.weights.lots import Consumed, Parameters, Sources, experts
-from firstlight.engine.weights.naming import by_pattern, pattern_of, pattern_range
+from firstlight.engine.weights.accounts.lots import Consumed, Parameters, Sources, experts
+from firstlight.engine.weights.accounts.padding import has_more_rows, is_zero_bias, padded_findings
+from firstlight.engine.weights.accounts.renamed import renamed
+from firstlight.engine.weights.accounts.said import MODELOPT, two_algorithms, two_levels, unread, without_consequences
+from firstlight.engine.weights.accounts.wholesale import Stock, enter_kinds, lone_scales, strangers
+from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.files.index import CONFIG_LIMIT_BYTES, read_object
+from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.grid import Packed
+from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
+from firstlight.engine.weights.formats.scheme import Scheme
+from firstlight.engine.weights.formats.telltale import by_files, by_names
+from firstlight.engine.weights.names.listed import Group, Listed
+from firstlight.engine.weights.names.naming import by_pattern, pattern_of, pattern_range
+from firstlight.engine.weights.names.stock import Kind, stock
 from firstlight.engine.weights.packed import (
     FLOATS,
     group,
@@ -47,12 +52,7 @@ from firstlight.engine.weights.packed import (
     with_columns,
 )
 from firstlight.engine.weights.packed import Problem as Mismatch
-from firstlight.engine.weights.padding import has_more_rows, is_zero_bias, padded_findings
-from firstlight.engine.weights.renamed import renamed
-from firstlight.engine.weights.said import MODELOPT, two_algorithms, two_levels, unread, without_consequences
 from firstlight.engine.weights.source import Region, Source
-from firstlight.engine.weights.stock import Kind, stock
-from firstlight.engine.weights.wholesale import Stock, enter_kinds, lone_scales, strangers
 
 __all__ = ["FLOATS", "Ledger", "Region", "Source", "account", "by_pattern", "pattern_range"]
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.loading.pages import Pages, aligned
+from firstlight.engine.weights.loading.placing import STORED_DTYPES, TORCH_DTYPES, Placing, Read, Step
+from firstlight.engine.weights.loading.readers import Job, read_jobs
 from firstlight.engine.weights.memory import Pool, PoolReport
-from firstlight.engine.weights.pages import Pages, aligned
-from firstlight.engine.weights.placing import STORED_DTYPES, TORCH_DTYPES, Placing, Read, Step
-from firstlight.engine.weights.readers import Job, read_jobs
 
 if TYPE_CHECKING:
-    from firstlight.engine.weights.expert_cache import ExpertCache
-    from firstlight.engine.weights.residency import LayerStream, ResidencyReport
+    from firstlight.engine.weights.loading.expert_cache import ExpertCache
+    from firstlight.engine.weights.loading.residency import LayerStream, ResidencyReport
 
 __all__ = ["TORCH_DTYPES", "LoadProgress", "Weights", "load"]
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights.pages import (
+from firstlight.engine.weights.loading.pages import (
     ALIGNMENT_BYTES,
     SLOW_HUGE_PAGE_S,
     Pages,

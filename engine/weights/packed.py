@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from firstlight.engine.findings import Finding, fatal, listing, warning
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.grid import Format, Packed, Part
 from firstlight.engine.weights.formats.scheme import Scheme
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.listed import Listed
-from firstlight.engine.weights.naming import shown
+from firstlight.engine.weights.names.listed import Listed
+from firstlight.engine.weights.names.naming import shown
 
 FLOATS = frozenset(("F32", "BF16", "F16", "F64"))
 # How the codes of a weight are called -> how the weight itself is.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from firstlight.engine.weights.files.safetensors_file import NUMPY_OF_TAG, Tagged, Tensor, bfloat16
 from firstlight.engine.weights.formats.awq import ORDER, Awq
 from firstlight.engine.weights.formats.fp8 import Fp8
 from firstlight.engine.weights.formats.gptq import Gptq
@@ -21,7 +22,6 @@ from firstlight.engine.weights.formats.int8 import Int8
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
 from firstlight.engine.weights.formats.nvfp4 import NvFp4
 from firstlight.engine.weights.formats.packed_int import PackedInt
-from firstlight.engine.weights.safetensors_file import NUMPY_OF_TAG, Tagged, Tensor, bfloat16
 
 Floats = NDArray[np.float32]
 Whole = NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.files.header import DTYPE_BITS, TensorInfo
 
 
 def byte_runs(tensor: TensorInfo, slices: Sequence[slice]) -> Iterator[tuple[int, int]]:

@@ -23,15 +23,15 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
+from firstlight.engine.weights.files.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.files.index import INDEX
+from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor, bfloat16, write
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.grid import Format
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
-from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
-from firstlight.engine.weights.index import INDEX
 from firstlight.engine.weights.ledger import expand
 from firstlight.engine.weights.packed import part_names
 from firstlight.engine.weights.packing import pack
-from firstlight.engine.weights.safetensors_file import Tagged, Tensor, bfloat16, write
 
 Values = dict[str, NDArray[np.float32]]
 Stored = Literal["F32", "BF16", "F16"]

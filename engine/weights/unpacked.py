@@ -13,12 +13,12 @@ from torch import Tensor
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.announced import LEVELS
 from firstlight.engine.weights.formats.grid import Packed
-from firstlight.engine.weights.header import TensorInfo
 from firstlight.engine.weights.ledger import scheme_of
+from firstlight.engine.weights.loading.placing import STORED_DTYPES, refuse_if_wrong
 from firstlight.engine.weights.packed import group, left_out, with_columns
-from firstlight.engine.weights.placing import STORED_DTYPES, refuse_if_wrong
 
 OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 

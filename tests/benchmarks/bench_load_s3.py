@@ -50,7 +50,7 @@ def plain(url: str, nbytes: int, threads: int) -> float:
 
 def ours(url: str, nbytes: int, threads: int) -> float:
     """Seconds of the source for object stores, etag checks and all."""
-    from firstlight.engine.weights.readers import read_pieces
+    from firstlight.engine.weights.loading.readers import read_pieces
     from firstlight.engine.weights.sources.objects import ObjectStore
 
     source = ObjectStore(url.rpartition("/")[0])

@@ -65,8 +65,8 @@ def planned(home: Path) -> float:
     from firstlight.engine.parallel.mesh import Mesh
     from firstlight.engine.parallel.pieces import rank_pieces
     from firstlight.engine.weights.checkpoint import Checkpoint
+    from firstlight.engine.weights.files.uncollected import uncollected
     from firstlight.engine.weights.ledger import account
-    from firstlight.engine.weights.uncollected import uncollected
 
     checkpoint = Checkpoint.open(home)
     with uncollected():

@@ -31,7 +31,7 @@ def firstlight(directory: Path, threads: int, ready: bool, reader: str = "auto")
     from firstlight.engine.weights.checkpoint import Checkpoint
     from firstlight.engine.weights.ledger import account
     from firstlight.engine.weights.loader import load
-    from firstlight.engine.weights.pages import reserve
+    from firstlight.engine.weights.loading.pages import reserve
 
     started_s = time.perf_counter()
     checkpoint = Checkpoint.open(str(directory))
@@ -53,7 +53,7 @@ def parallel_pread(directory: Path, threads: int, ready: bool) -> Seconds:
     Bytes lie as many behind a page's start in memory as in the file here. Tensors lie on 64 bytes in memory, and in a
     file wherever its header ends; where the two differ (modulo 32), the kernel copies more slowly.
     """
-    from firstlight.engine.weights.pages import Pages
+    from firstlight.engine.weights.loading.pages import Pages
 
     files = _files(directory)
     started_s = time.perf_counter()

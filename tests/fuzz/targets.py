@@ -19,13 +19,13 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import read_header, read_text
-from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.files.header import read_header, read_text
+from firstlight.engine.weights.files.index import INDEX
+from firstlight.engine.weights.files.shard_columns import columns_of
+from firstlight.engine.weights.files.weight_map import read_weight_map
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.shard_columns import columns_of
-from firstlight.engine.weights.stock import stock
-from firstlight.engine.weights.table import infos_of
-from firstlight.engine.weights.weight_map import read_weight_map
+from firstlight.engine.weights.names.stock import stock
+from firstlight.engine.weights.names.table import infos_of
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from firstlight.engine.findings import Finding
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.stock import Kind, stock_of
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.names.stock import Kind, stock_of
 from firstlight.workbench.contradictions import contradictions
 from tests.engine.weights.files import LLAMA
 

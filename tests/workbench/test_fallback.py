@@ -19,7 +19,7 @@ from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import completion_of
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.files.safetensors_file import Tensor, read, write
 from firstlight.workbench import fallback
 from firstlight.workbench.cli import main
 from firstlight.workbench.fallback import NAMES, remote_code

@@ -107,7 +107,7 @@ def test_serve_prints_its_url_and_stops_on_interrupt(tmp_path: Path) -> None:
 
 
 def test_preprocess_writes_what_goes_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from firstlight.engine.weights.safetensors_file import read
+    from firstlight.engine.weights.files.safetensors_file import read
 
     file, report = tmp_path / "in.safetensors", tmp_path / "r.json"
     words = [

@@ -8,7 +8,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.weights.safetensors_file import bfloat16, read, write
+from firstlight.engine.weights.files.safetensors_file import bfloat16, read, write
 from firstlight.workbench.golden import Golden
 from tests.checkpoints import TINY
 

@@ -19,7 +19,7 @@ from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal, note, warning
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.stream import EngineFailed
-from firstlight.engine.weights.safetensors_file import write as save
+from firstlight.engine.weights.files.safetensors_file import write as save
 from firstlight.workbench import figures
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of

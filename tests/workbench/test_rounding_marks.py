@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from firstlight.engine.serving.options import EngineOptions
-from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.reference import DECAYS, Reference
 from firstlight.workbench.report import Report

@@ -13,7 +13,7 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.files.safetensors_file import Tensor, read, write
 from firstlight.workbench.report import Report
 from firstlight.workbench.scan import scan
 from tests.checkpoints import edit_config

@@ -15,8 +15,8 @@ import torch
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
-from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.files.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.files.safetensors_file import Tensor, read, write
 from firstlight.workbench import deep
 from firstlight.workbench.cli import main
 from firstlight.workbench.deep import Gauge, Measure, TensorReading, read_all

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.files.index import INDEX
 from firstlight.workbench.cli import main
 from tests.engine.weights.files import raw
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from firstlight.engine.errors import Refused
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.streamed import StreamedReference, open_reference

@@ -8,7 +8,7 @@ import transformers
 from PIL import Image
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights.safetensors_file import read
+from firstlight.engine.weights.files.safetensors_file import read
 from firstlight.workbench.preprocess import preprocess
 from tests.engine.inputs.toys import byte_level_backend, save_tokenizer, write_json
 

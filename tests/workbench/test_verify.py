@@ -16,7 +16,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.files.safetensors_file import Tensor, read, write
 from firstlight.kernels import operators
 from firstlight.kernels.registry_types import Implementation
 from firstlight.workbench.bisect import blame

@@ -15,7 +15,7 @@ import torch
 
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions
-from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.streamed import StreamedReference

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from firstlight.engine.serving.options import EngineOptions
-from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.report import Report
 from firstlight.workbench.verify import verify

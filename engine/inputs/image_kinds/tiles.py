@@ -148,7 +148,7 @@ def _in_bfloat16(constants: ImageConstants, image_CHW: NDArray[np.uint8]) -> NDA
     """Rescaled and normalized with every result rounded to bfloat16, as the class does."""
     import numpy as np
 
-    from firstlight.engine.weights.safetensors_file import bfloat16
+    from firstlight.engine.weights.files.safetensors_file import bfloat16
 
     image = image_CHW.astype(np.float32)
     if not (constants["do_rescale"] and constants["do_normalize"]):

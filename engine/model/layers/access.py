@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from firstlight.engine.parallel.kept import SUFFIXES
-from firstlight.engine.weights.expert_cache import ExpertCache
 from firstlight.engine.weights.formats.grid import Packing
+from firstlight.engine.weights.loading.expert_cache import ExpertCache
 from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.registry import Choice
 from firstlight.kernels.signatures import PreparedLinear

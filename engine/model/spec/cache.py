@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.files.header import DTYPE_BITS
 
 
 class CacheTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.files.header import DTYPE_BITS, TensorInfo
 from firstlight.kernels.packed.kinds import CODE_BITS
 
 if TYPE_CHECKING:

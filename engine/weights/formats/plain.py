@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import msgspec
 
 from firstlight.engine.model.spec import Param
-from firstlight.engine.weights.header import dtype_bytes
+from firstlight.engine.weights.files.header import dtype_bytes
 
 
 class Plain(msgspec.Struct, frozen=True):

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from firstlight.engine.model.rules import WeightRule
 from firstlight.engine.model.spec import Param
+from firstlight.engine.weights.files.header import dtype_bytes
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.grid import Box, Format
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
-from firstlight.engine.weights.header import dtype_bytes
 
 QUANTIZED_ROLES = frozenset(("attention", "mlp", "expert"))
 

@@ -300,7 +300,7 @@ def _in_turn(directory: Path) -> Iterator[None]:
 
 def fetch_all(source: KeptFiles, names: tuple[str, ...]) -> None:
     """Have all of the files in the directory."""
-    from firstlight.engine.weights.readers import Job, read_jobs
+    from firstlight.engine.weights.loading.readers import Job, read_jobs
 
     for name in names:
         nbytes = source.stat(name).nbytes

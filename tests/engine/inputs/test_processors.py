@@ -15,7 +15,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.expansions import EXPANSIONS
 from firstlight.engine.inputs.image_processor import ImageProcessor
 from firstlight.engine.inputs.prepare import Prepared, Processor
-from firstlight.engine.weights import safetensors_file
+from firstlight.engine.weights.files import safetensors_file
 from tests.engine.inputs.test_image_kinds import GEMMA, GOT, IDEFICS, NEXT, PAN, QWEN
 from tests.engine.inputs.test_image_processor import picture
 from tests.engine.inputs.torchvision_stand_in import imported

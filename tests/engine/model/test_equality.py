@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.kernels.attention.meta import AttentionMeta
 from firstlight.workbench.golden import Golden
 from tests import families

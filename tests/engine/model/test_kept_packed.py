@@ -18,12 +18,12 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces, settled_roles
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.runtime import Engine
-from firstlight.engine.weights import placing
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats.grid import Packing
 from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import load as load_rank
+from firstlight.engine.weights.loading import placing
 from firstlight.kernels.packed import codes, reference
 from firstlight.workbench.load import load
 from firstlight.workbench.verify import verify

@@ -9,7 +9,7 @@ import pytest
 
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.options import EngineOptions
-from firstlight.engine.weights.safetensors_file import read, write
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.verify import verify
 from tests.checkpoints import build, inputs, write_golden

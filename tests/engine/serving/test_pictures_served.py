@@ -11,7 +11,7 @@ import torch
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.runtime import Engine
-from firstlight.engine.weights.safetensors_file import Tagged
+from firstlight.engine.weights.files.safetensors_file import Tagged
 from firstlight.workbench.reference import Reference
 from tests import vision_checkpoints as vision
 from tests.checkpoints import quiet, randomize

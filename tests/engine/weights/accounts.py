@@ -14,8 +14,8 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor, read, write
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.safetensors_file import Tagged, Tensor, read, write
 from tests.engine.weights.files import LLAMA
 
 MOE = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.files.header import DTYPE_BITS
 
 Entries = Mapping[str, Any]
 

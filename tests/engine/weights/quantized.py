@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor, read, write
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.awq import Awq
 from firstlight.engine.weights.formats.fp8 import Fp8
@@ -21,10 +22,9 @@ from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
 from firstlight.engine.weights.formats.nvfp4 import NvFp4
 from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
+from firstlight.engine.weights.loading.placing import STORED_DTYPES
 from firstlight.engine.weights.packed import part_names
 from firstlight.engine.weights.packing import pack
-from firstlight.engine.weights.placing import STORED_DTYPES
-from firstlight.engine.weights.safetensors_file import Tagged, Tensor, read, write
 
 FORMATS: dict[str, Format] = {
     "fp8": Fp8(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from firstlight.engine.weights.header import DTYPE_BITS
+from firstlight.engine.weights.files.header import DTYPE_BITS
 
 Stored = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.files.index import INDEX
 from tests.costs import read_bytes, within
 from tests.engine.weights.files import LLAMA, directory, raw, shard, write_index
 from tests.engine.weights.opening import codes, complete, only, refused

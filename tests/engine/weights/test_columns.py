@@ -18,18 +18,18 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.weights import checkpoint as opening
-from firstlight.engine.weights import index as indexes
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import read_header
-from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.files import index as indexes
+from firstlight.engine.weights.files.header import read_header
+from firstlight.engine.weights.files.index import INDEX
+from firstlight.engine.weights.files.lines import STEP_BYTES, read_lines
+from firstlight.engine.weights.files.shard_columns import read_shard
+from firstlight.engine.weights.files.weight_map import WeightMap
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.lines import STEP_BYTES, read_lines
-from firstlight.engine.weights.names import numbers_in
-from firstlight.engine.weights.patterns import patterns
-from firstlight.engine.weights.shard_columns import read_shard
-from firstlight.engine.weights.stock import stock
-from firstlight.engine.weights.table import Table, infos_of
-from firstlight.engine.weights.weight_map import WeightMap
+from firstlight.engine.weights.names.columns import numbers_in
+from firstlight.engine.weights.names.patterns import patterns
+from firstlight.engine.weights.names.stock import stock
+from firstlight.engine.weights.names.table import Table, infos_of
 from tests.engine.weights.files import entries, raw
 from tests.engine.weights.releases import write_release
 from tests.engine.weights.test_wholesale import small_k3
@@ -177,7 +177,7 @@ def test_the_account_and_plans_of_reading_are_the_same(
     spec, matcher = FAMILIES.describe(plain.config)
     ledgers = [account(one, spec, matcher) for one in (found, plain)]
     monkeypatch.setattr("firstlight.engine.weights.ledger.MANY", 0)
-    monkeypatch.setattr("firstlight.engine.weights.wholesale.FEWEST", 2)
+    monkeypatch.setattr("firstlight.engine.weights.accounts.wholesale.FEWEST", 2)
     lazy = account(found, spec, matcher)
     assert ledgers[0] == ledgers[1] == msgspec.structs.replace(lazy, fills=ledgers[0].fills)
     if lazy.missing:

@@ -17,11 +17,11 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor
 from firstlight.engine.weights.formats.announced import KNOWN, READERS, announced
 from firstlight.engine.weights.formats.scheme import Modules
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.loader import load
-from firstlight.engine.weights.safetensors_file import Tagged, Tensor
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.quantized import CONFIGS, compressed
 from tests.engine.weights.test_formats_load import MODELS, change, loaded_is, settle, written

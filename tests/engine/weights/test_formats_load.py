@@ -16,13 +16,13 @@ from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.placement import localize
-from firstlight.engine.weights import placing
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import Tensor, read, write
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import load
-from firstlight.engine.weights.safetensors_file import Tensor, read, write
+from firstlight.engine.weights.loading import placing
 from firstlight.engine.weights.synthesize import Values, synthesize
 from tests.checkpoints import TINY
 from tests.engine.weights.quantized import CONFIGS, compressed

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.awq import Awq
 from firstlight.engine.weights.formats.compressed import compressed_tensors
@@ -23,9 +24,8 @@ from firstlight.engine.weights.formats.gptq import Gptq
 from firstlight.engine.weights.formats.grid import Format
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
 from firstlight.engine.weights.formats.refusing import Options
-from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.loading.placing import STORED_DTYPES
 from firstlight.engine.weights.packed import fitting
-from firstlight.engine.weights.placing import STORED_DTYPES
 from tests.engine.weights.quantized import compressed, part_of, whole
 
 SHAPE = (48, 96)

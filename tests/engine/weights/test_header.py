@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
-from firstlight.engine.weights import header as header_module
-from firstlight.engine.weights.header import DTYPE_BITS, Header, read_header
+from firstlight.engine.weights.files import header as header_module
+from firstlight.engine.weights.files.header import DTYPE_BITS, Header, read_header
 from tests.costs import read_bytes, within
 from tests.engine.weights.files import entries, entry, raw, shard
 

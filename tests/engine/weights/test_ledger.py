@@ -10,11 +10,11 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights.accounts.padding import is_rounded
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import Tensor
 from firstlight.engine.weights.ledger import Ledger, account
-from firstlight.engine.weights.naming import by_pattern, pattern_range
-from firstlight.engine.weights.padding import is_rounded
-from firstlight.engine.weights.safetensors_file import Tensor
+from firstlight.engine.weights.names.naming import by_pattern, pattern_range
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.accounts import MOE, fatal, one, settle
 from tests.engine.weights.files import LLAMA

@@ -13,13 +13,13 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.hardware import parse_cluster
+from firstlight.engine.weights.accounts.gaps import MOST_NAMED
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import Tensor, read
 from firstlight.engine.weights.formats.announced import announced
-from firstlight.engine.weights.gaps import MOST_NAMED
 from firstlight.engine.weights.ledger import account
 from firstlight.engine.weights.packed import part_names
 from firstlight.engine.weights.packing import pack
-from firstlight.engine.weights.safetensors_file import Tensor, read
 from firstlight.engine.weights.synthesize import synthesize
 from firstlight.workbench.plan import plan
 from tests.engine.weights.accounts import fatal, one, quantize, settle

@@ -11,8 +11,8 @@ import pytest
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights import ledger as ledger_module
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.safetensors_file import read, write
 from firstlight.engine.weights.source import Source
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.accounts import one, settle

@@ -13,8 +13,8 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import Matcher, rule
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor, bfloat16, read, write
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.safetensors_file import Tagged, Tensor, bfloat16, read, write
 from firstlight.engine.weights.synthesize import outlines_of, synthesize, value_of
 from tests.engine.weights.accounts import MOE, settle
 from tests.engine.weights.files import LLAMA

@@ -17,8 +17,8 @@ from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
 from firstlight.engine.weights.loader import LoadProgress, load
-from firstlight.engine.weights.pages import reserve
-from firstlight.engine.weights.readers import Cancelled
+from firstlight.engine.weights.loading.pages import reserve
+from firstlight.engine.weights.loading.readers import Cancelled
 from firstlight.engine.weights.synthesize import synthesize
 from tests.costs import own_bytes
 from tests.engine.weights.files import LLAMA

@@ -21,12 +21,13 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import on_stage, rank_pieces
 from firstlight.engine.parallel.placement import localize
 from firstlight.engine.parallel.plan import make_plan
-from firstlight.engine.weights import loader, placing
+from firstlight.engine.weights import loader
 from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.weights.files.safetensors_file import write
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import LoadProgress, Weights, load
-from firstlight.engine.weights.safetensors_file import write
+from firstlight.engine.weights.loading import placing
 from firstlight.engine.weights.synthesize import Stored, Values, outlines_of, synthesize, value_of
 from tests.checkpoints import TINY
 from tests.engine.weights.files import LLAMA

@@ -11,12 +11,12 @@ import torch
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.room import available_bytes
-from firstlight.engine.weights.memory import Pool, aligned, measure_read_bandwidth, writable_bytes
-from firstlight.engine.weights.pages import (
+from firstlight.engine.weights.loading.pages import (
     HUGE_FROM_BYTES,
     HUGE_PAGE_BYTES,
     huge_page_bytes,
 )
+from firstlight.engine.weights.memory import Pool, aligned, measure_read_bandwidth, writable_bytes
 from tests.costs import own_bytes
 
 

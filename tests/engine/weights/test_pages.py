@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from firstlight.engine.weights import pages as module
-from firstlight.engine.weights.pages import HUGE_PAGE_BYTES, UNIT_BYTES, Pages, aligned, backed_bytes, reserve
+from firstlight.engine.weights.loading import pages as module
+from firstlight.engine.weights.loading.pages import HUGE_PAGE_BYTES, UNIT_BYTES, Pages, aligned, backed_bytes, reserve
 from tests.waiting import PATIENCE_S, until
 
 SIZE = 64 << 20
@@ -96,7 +96,7 @@ def test_an_area_starts_on_a_huge_page_and_sizes_are_those_of_tensors() -> None:
 
 def test_reserving_and_reading_load_no_torch() -> None:
     """A start reserves its memory, from here or afar, while torch is still being imported."""
-    names = ("pages", "readers", "sources.mirror", "sources.http", "checkpoint", "ledger")
+    names = ("loading.pages", "loading.readers", "sources.mirror", "sources.http", "checkpoint", "ledger")
     code = "import sys\n" + "".join(f"import firstlight.engine.weights.{name}\n" for name in names)
     subprocess.run([sys.executable, "-c", f"{code}assert 'torch' not in sys.modules"], check=True, timeout=PATIENCE_S)
 

@@ -7,7 +7,7 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from firstlight.engine.weights.patterns import bare, grouped, named, numbers, patterns, with_numbers
+from firstlight.engine.weights.names.patterns import bare, grouped, named, numbers, patterns, with_numbers
 
 _part = st.one_of(st.sampled_from(["layers", "0", "1", "12", "007", "w1", "", "*", "\n", "٣"]), st.text(max_size=3))
 _names = st.lists(st.lists(_part, min_size=1, max_size=5).map(".".join), max_size=8)

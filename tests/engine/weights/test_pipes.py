@@ -8,7 +8,7 @@ import pytest
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs import side_files
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.index import INDEX
+from firstlight.engine.weights.files.index import INDEX
 from tests.engine.weights.files import directory
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights.readers import Job, Piece, read_jobs, read_pieces
+from firstlight.engine.weights.loading.readers import Job, Piece, read_jobs, read_pieces
 from firstlight.engine.weights.sources import local
 from firstlight.engine.weights.sources import native as compiled_reads
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once

@@ -22,11 +22,11 @@ from firstlight.engine.parallel.kept import Residency
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.runtime import Engine
-from firstlight.engine.weights import expert_cache, residency
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.hold import hold
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.readers import Job, read_jobs
+from firstlight.engine.weights.loading import expert_cache, residency
+from firstlight.engine.weights.loading.hold import hold
+from firstlight.engine.weights.loading.readers import Job, read_jobs
 from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.kernels.registry import choose
 from tests.engine.direct import Arrays, Direct

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.weights import safetensors_file
-from firstlight.engine.weights.safetensors_file import Tagged, bfloat16, read, read_metadata, write
+from firstlight.engine.weights.files import safetensors_file
+from firstlight.engine.weights.files.safetensors_file import Tagged, bfloat16, read, read_metadata, write
 
 SHAPES = hnp.array_shapes(min_dims=0, min_side=0, max_side=4)
 BIT_DTYPES = [("BF16", torch.bfloat16), ("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)]

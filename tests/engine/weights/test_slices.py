@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.safetensors_file import read
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.files.safetensors_file import read
 from firstlight.engine.weights.slices import byte_runs
 from firstlight.engine.weights.synthesize import synthesize
 from tests.engine.weights.files import LLAMA

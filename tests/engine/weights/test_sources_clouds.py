@@ -10,7 +10,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.readers import read_pieces
+from firstlight.engine.weights.loading.readers import read_pieces
 from firstlight.engine.weights.sources.mirror import _checked as checked
 from firstlight.engine.weights.sources.mirror import mirror
 from firstlight.engine.weights.sources.objects import ObjectStore, _etag

@@ -15,7 +15,7 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
-from firstlight.engine.weights.readers import Cancelled, Job, read_jobs, read_pieces
+from firstlight.engine.weights.loading.readers import Cancelled, Job, read_jobs, read_pieces
 from firstlight.engine.weights.sources import http
 from firstlight.engine.weights.sources.base import FileStat
 from firstlight.engine.weights.sources.http import HttpFiles

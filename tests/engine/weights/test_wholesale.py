@@ -14,7 +14,8 @@ import pytest
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.serving.server import _plain
 from firstlight.engine.weights import checkpoint as opening
-from firstlight.engine.weights import ledger, wholesale
+from firstlight.engine.weights import ledger
+from firstlight.engine.weights.accounts import wholesale
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from tests.engine.weights.releases import Stored, kimi_k3_tensors, shipped_config, write_release

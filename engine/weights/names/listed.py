@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import overload
 
-from firstlight.engine.weights.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
 
 
 class Group(Sequence[str]):

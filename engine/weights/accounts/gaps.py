@@ -10,13 +10,13 @@ from itertools import islice
 from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import Param
+from firstlight.engine.weights.accounts.lots import Parameters, experts, parted
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.listed import Group, Listed, Numbered, Spelt
-from firstlight.engine.weights.lots import Parameters, experts, parted
-from firstlight.engine.weights.naming import by_pattern, pattern_of, shown
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.names.listed import Group, Listed, Numbered, Spelt
+from firstlight.engine.weights.names.naming import by_pattern, pattern_of, shown
+from firstlight.engine.weights.names.patterns import with_numbers
 from firstlight.engine.weights.packed import FLOATS, MAINS, weight_name
-from firstlight.engine.weights.patterns import with_numbers
 from firstlight.engine.weights.source import Source
 
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding

@@ -8,7 +8,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, named, warning
-from firstlight.engine.weights.header import TensorInfo
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.sources.base import ByteSource
 
 COMPARED_BYTES = 64 << 20  # of tensors that two shards hold

@@ -17,10 +17,10 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.cover import Run, cover, is_whole
+from firstlight.engine.weights.files.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.formats.grid import Axis, Box, Packed
-from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
-from firstlight.engine.weights.laying import begins_with_a_block, lay
+from firstlight.engine.weights.loading.cover import Run, cover, is_whole
+from firstlight.engine.weights.loading.laying import begins_with_a_block, lay
 from firstlight.engine.weights.memory import Pool, aligned, writable_bytes
 from firstlight.engine.weights.source import Region
 from firstlight.engine.weights.sources.base import Rows

@@ -8,12 +8,12 @@ from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 import msgspec
 import numpy as np
 
-from firstlight.engine.weights.index import Differences, differences
-from firstlight.engine.weights.lines import Ints, read_lines
-from firstlight.engine.weights.listed import Group
-from firstlight.engine.weights.names import Names, common_keys, keys, places_of, radixes, repeated
-from firstlight.engine.weights.shard_columns import NAME
-from firstlight.engine.weights.table import Table
+from firstlight.engine.weights.files.index import Differences, differences
+from firstlight.engine.weights.files.lines import Ints, read_lines
+from firstlight.engine.weights.files.shard_columns import NAME
+from firstlight.engine.weights.names.columns import Names, common_keys, keys, places_of, radixes, repeated
+from firstlight.engine.weights.names.listed import Group
+from firstlight.engine.weights.names.table import Table
 
 _OPENING = re.compile(rb'"weight_map"\s*:\s*\{\s*"')
 _BETWEEN = re.compile(rb'"(,\s*")')

@@ -14,13 +14,15 @@ from typing import Protocol
 import msgspec
 
 from firstlight.engine.model.rules import Matcher
+from firstlight.engine.weights.accounts.gaps import SCALES, owners, shape_problem
+from firstlight.engine.weights.accounts.gaps import Problem as Mismatch
+from firstlight.engine.weights.accounts.lots import Consumed, Lot, Parameters, Sources, with_numbers_of
+from firstlight.engine.weights.accounts.padding import has_more_rows
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.formats.scheme import Scheme
-from firstlight.engine.weights.gaps import SCALES, owners, shape_problem
-from firstlight.engine.weights.gaps import Problem as Mismatch
-from firstlight.engine.weights.listed import Group, Listed, Numbered
-from firstlight.engine.weights.lots import Consumed, Lot, Parameters, Sources, with_numbers_of
+from firstlight.engine.weights.names.listed import Group, Listed, Numbered
+from firstlight.engine.weights.names.stock import Kind, some_of
 from firstlight.engine.weights.packed import (
     BESIDE,
     FLOATS,
@@ -33,9 +35,7 @@ from firstlight.engine.weights.packed import (
     weight_name,
     with_columns,
 )
-from firstlight.engine.weights.padding import has_more_rows
 from firstlight.engine.weights.source import Region, Source
-from firstlight.engine.weights.stock import Kind, some_of
 
 FEWEST = 16  # members of a kind that are worth the trouble
 _name_of, _shape_of, _role_of = attrgetter("name"), attrgetter("shape"), attrgetter("role")

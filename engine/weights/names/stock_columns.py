@@ -8,11 +8,11 @@ from typing import cast
 
 import numpy as np
 
-from firstlight.engine.weights.lines import Ints
-from firstlight.engine.weights.names import filled, keys, numbers_in, places_of, radixes
-from firstlight.engine.weights.patterns import bare
-from firstlight.engine.weights.stock import Kind
-from firstlight.engine.weights.table import Rows, Table
+from firstlight.engine.weights.files.lines import Ints
+from firstlight.engine.weights.names.columns import filled, keys, numbers_in, places_of, radixes
+from firstlight.engine.weights.names.patterns import bare
+from firstlight.engine.weights.names.stock import Kind
+from firstlight.engine.weights.names.table import Rows, Table
 
 _MOST_COUNTED = 1 << 20  # up to which numbers are sorted by counting them
 

@@ -17,13 +17,13 @@ import msgspec
 from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param, Scope
 from firstlight.engine.parallel.census import Kind as ParamKind
 from firstlight.engine.parallel.census import census
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.grid import Format, Packed
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.listed import Numbered
-from firstlight.engine.weights.naming import pattern_of
-from firstlight.engine.weights.patterns import grouped, with_numbers
+from firstlight.engine.weights.names.listed import Numbered
+from firstlight.engine.weights.names.naming import pattern_of
+from firstlight.engine.weights.names.patterns import grouped, with_numbers
+from firstlight.engine.weights.names.stock import Kind, some
 from firstlight.engine.weights.source import Region, Source
-from firstlight.engine.weights.stock import Kind, some
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _MOST_DIGITS = 18

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.findings import Finding
-from firstlight.engine.weights.double import COMPARED_BYTES, are_equal, copies_finding
-from firstlight.engine.weights.lines import Ints
-from firstlight.engine.weights.names import common_keys, keys, places_of, radixes
+from firstlight.engine.weights.files.double import COMPARED_BYTES, are_equal, copies_finding
+from firstlight.engine.weights.files.lines import Ints
+from firstlight.engine.weights.files.weight_map import WeightMap
+from firstlight.engine.weights.names.columns import common_keys, keys, places_of, radixes
+from firstlight.engine.weights.names.table import Table
 from firstlight.engine.weights.sources.base import ByteSource
-from firstlight.engine.weights.table import Table
-from firstlight.engine.weights.weight_map import WeightMap
 
 _MOST_COMPARED = 4096  # copies that are read, however small they are
 _SAME = (False, True, None)

@@ -16,10 +16,9 @@ from torch import Tensor
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.loader import Filling
-from firstlight.engine.weights.memory import Pool
-from firstlight.engine.weights.pages import aligned
-from firstlight.engine.weights.placing import STORED_DTYPES
-from firstlight.engine.weights.residency import (
+from firstlight.engine.weights.loading.pages import aligned
+from firstlight.engine.weights.loading.placing import STORED_DTYPES
+from firstlight.engine.weights.loading.residency import (
     STAGING_BYTES,
     Largest,
     ResidencyReport,
@@ -28,6 +27,7 @@ from firstlight.engine.weights.residency import (
     too_small,
     zero_padding,
 )
+from firstlight.engine.weights.memory import Pool
 
 MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights is bounded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from firstlight.engine.weights.patterns import grouped, numbers, patterns, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, numbers, patterns, with_numbers
 
 
 def pattern_of(name: str) -> str:

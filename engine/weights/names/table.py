@@ -8,11 +8,11 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from firstlight.engine.weights.header import Header, TensorInfo
-from firstlight.engine.weights.lines import Ints
-from firstlight.engine.weights.names import Names, keys, radixes, repeated
-from firstlight.engine.weights.shard_columns import ShardColumns, columns_of_tensors
-from firstlight.engine.weights.stock import Lazy
+from firstlight.engine.weights.files.header import Header, TensorInfo
+from firstlight.engine.weights.files.lines import Ints
+from firstlight.engine.weights.files.shard_columns import ShardColumns, columns_of_tensors
+from firstlight.engine.weights.names.columns import Names, keys, radixes, repeated
+from firstlight.engine.weights.names.stock import Lazy
 
 
 class Place(NamedTuple):

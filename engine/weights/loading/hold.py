@@ -11,12 +11,12 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.kept import Residency
 from firstlight.engine.parallel.pieces import RankPieces
-from firstlight.engine.weights import residency
 from firstlight.engine.weights.checkpoint import Checkpoint
-from firstlight.engine.weights.expert_cache import ExpertCache, is_expert
 from firstlight.engine.weights.loader import Weights, load
-from firstlight.engine.weights.pages import aligned
-from firstlight.engine.weights.residency import Largest, LayerStream, alone, too_small, without
+from firstlight.engine.weights.loading import residency
+from firstlight.engine.weights.loading.expert_cache import ExpertCache, is_expert
+from firstlight.engine.weights.loading.pages import aligned
+from firstlight.engine.weights.loading.residency import Largest, LayerStream, alone, too_small, without
 
 
 def hold(

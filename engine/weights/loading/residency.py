@@ -20,9 +20,9 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.loader import AHEAD_BYTES, Filling
+from firstlight.engine.weights.loading.pages import aligned
+from firstlight.engine.weights.loading.placing import STORED_DTYPES
 from firstlight.engine.weights.memory import Pool
-from firstlight.engine.weights.pages import aligned
-from firstlight.engine.weights.placing import STORED_DTYPES
 
 Built = TypeVar("Built")
 Largest = Callable[[int], int]  # a number of this rank -> the largest of all ranks, which all of them ask for at once

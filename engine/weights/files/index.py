@@ -18,12 +18,12 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, listing, note, warning
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.json_text import colons, decode, keys_twice, why_no_json
-from firstlight.engine.weights.listed import Listed
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.files.json_text import colons, decode, keys_twice, why_no_json
+from firstlight.engine.weights.names.listed import Listed
 
 if TYPE_CHECKING:
-    from firstlight.engine.weights.weight_map import WeightMap
+    from firstlight.engine.weights.files.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 CONFIG_LIMIT_BYTES = 64 << 20
@@ -109,7 +109,7 @@ def read_index(directory: Path) -> Index | None:
 
 def _large(text: bytes) -> Index | None:
     """The index of very many tensors, as `_sound` has it, in a fraction of the time; else None."""
-    from firstlight.engine.weights.weight_map import read_weight_map
+    from firstlight.engine.weights.files.weight_map import read_weight_map
 
     found = read_weight_map(text)
     if found is None:

@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.listed import Group
-from firstlight.engine.weights.patterns import bare, grouped, named, numbers, with_numbers
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.names.listed import Group
+from firstlight.engine.weights.names.patterns import bare, grouped, named, numbers, with_numbers
 
 _ODD_NUMBER = re.compile(r"[\n.]0[0-9]|[0-9]{19}")  # in bare names: a number with a leading zero, or a very long one
 _name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
@@ -233,8 +233,8 @@ def some_of(items: Sequence[int], places: Sequence[int]) -> list[int]:
 def stock(tensors: Mapping[str, TensorInfo]) -> list[Kind]:
     """All kinds, in the order in which they come in the checkpoint."""
     if not isinstance(tensors, dict):
-        from firstlight.engine.weights.stock_columns import stock_of_table
-        from firstlight.engine.weights.table import Table
+        from firstlight.engine.weights.names.stock_columns import stock_of_table
+        from firstlight.engine.weights.names.table import Table
 
         if isinstance(tensors, Table):
             return stock_of_table(tensors)

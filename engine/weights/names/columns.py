@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from firstlight.engine.findings import MOST_TENSORS
-from firstlight.engine.weights.lines import Ints
-from firstlight.engine.weights.listed import Listed, Numbered
-from firstlight.engine.weights.patterns import patterns
+from firstlight.engine.weights.files.lines import Ints
+from firstlight.engine.weights.names.listed import Listed, Numbered
+from firstlight.engine.weights.names.patterns import patterns
 
 _MOST_KEYS = 1 << 42  # of a pattern; with a million patterns they are below 2^62
 _MOST_DIGITS = 18

@@ -13,10 +13,10 @@ import msgspec
 
 from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
 from firstlight.engine.model.rules import Matcher
-from firstlight.engine.weights.gaps import weight_of
-from firstlight.engine.weights.header import TensorInfo
-from firstlight.engine.weights.listed import Group, Listed, Numbered
-from firstlight.engine.weights.naming import pattern_of
+from firstlight.engine.weights.accounts.gaps import weight_of
+from firstlight.engine.weights.files.header import TensorInfo
+from firstlight.engine.weights.names.listed import Group, Listed, Numbered
+from firstlight.engine.weights.names.naming import pattern_of
 
 FEWEST_KINDS = 16  # that are worth one finding instead of one each
 MOST_KINDS = 1000  # that are looked at: names of one model have fewer

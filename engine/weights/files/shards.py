@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, listing, note, warning
-from firstlight.engine.weights.index import INDEX, Index, files_of, held, names_in
+from firstlight.engine.weights.files.index import INDEX, Index, files_of, held, names_in
 
 if TYPE_CHECKING:
-    from firstlight.engine.weights.weight_map import WeightMap
+    from firstlight.engine.weights.files.weight_map import WeightMap
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_FORMATS = {

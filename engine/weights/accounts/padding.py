@@ -16,7 +16,7 @@ from firstlight.engine.model.spec import Param
 from firstlight.engine.parallel.placement import Vocab
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats.grid import Packed
-from firstlight.engine.weights.naming import by_pattern, pattern_range
+from firstlight.engine.weights.names.naming import by_pattern, pattern_range
 
 
 def has_more_rows(param: Param) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from firstlight.engine.weights.header import DTYPE_BITS, TensorInfo
+from firstlight.engine.weights.files.header import DTYPE_BITS, TensorInfo
 from firstlight.engine.weights.source import Region
 from firstlight.engine.weights.sources.base import Rows
 

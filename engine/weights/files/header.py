@@ -20,8 +20,8 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, named, warning
-from firstlight.engine.weights.json_text import ENDLESS, is_endless
-from firstlight.engine.weights.other_formats import foreign, refuse_other_formats
+from firstlight.engine.weights.files.json_text import ENDLESS, is_endless
+from firstlight.engine.weights.files.other_formats import foreign, refuse_other_formats
 from firstlight.engine.weights.sources.base import AnyPath
 
 LIBRARY_CAP_BYTES = 100_000_000  # what the safetensors library accepts; larger headers are ours alone to read

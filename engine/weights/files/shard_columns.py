@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.findings import Finding
-from firstlight.engine.weights.header import (
+from firstlight.engine.weights.files.header import (
     LIBRARY_CAP_BYTES,
     METADATA,
     Header,
@@ -31,8 +31,8 @@ from firstlight.engine.weights.header import (
     trailing,
     truncated,
 )
-from firstlight.engine.weights.lines import Ints, Lines, read_lines
-from firstlight.engine.weights.names import Names, keys, radixes, repeated
+from firstlight.engine.weights.files.lines import Ints, Lines, read_lines
+from firstlight.engine.weights.names.columns import Names, keys, radixes, repeated
 from firstlight.engine.weights.sources.base import AnyPath
 
 NAME = r'([^"\\{}\[\],:\x00-\x1f]*)'

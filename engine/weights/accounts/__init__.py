@@ -1,0 +1,1 @@
+"""What the ledger enters and says: kinds at once, gaps, prefixes, padding, contradictions between configurations."""

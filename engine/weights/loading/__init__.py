@@ -1,0 +1,1 @@
+"""How pieces come into memory: pages, readers, placing, and which weights are there when."""
