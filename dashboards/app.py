@@ -324,52 +324,64 @@ def serve(
     Raises `Refused` for an address beyond this machine without a token, and for a port that is taken.
     """
     if not is_loopback(host) and not token:
-        raise Refused(
-            fatal(
-                "usage",
-                f"a dashboard on {host} without a token would show the runs to anyone on the network",
-                expected="a token, or a loopback address",
-                found=f"host {host}, no token",
-                next="give --token, or leave --host at 127.0.0.1",
-            )
-        )
-    port = port or _free_port(host)
+        raise _open_to_all(host)
     store = DataStore(root).start()
-    pn.extension("plotly", notifications=False, loading_spinner="arc")
-    options: dict[str, Any] = (
-        {"cookie_secret": secrets.token_hex(32), "auth_provider": TokenProvider(token)} if token else {}
-    )
-    names = ["localhost", "127.0.0.1"] if is_loopback(host) else [host]
     try:
-        server = pn.serve(
-            {"/": lambda: Dashboard(store, run).template()},
-            port=port,
-            address=host,
-            websocket_origin=[f"{name}:{port}" for name in names],
-            show=False,
-            start=False,
-            verbose=False,
-            title="Firstlight",
-            sign_sessions=True,
-            secret_key=secrets.token_hex(32),
-            generate_session_ids=True,
-            **options,
-        )
+        server = _listening(lambda: Dashboard(store, run).template(), host, port or _free_port(host), token)
     except OSError as error:
         store.close()
-        raise Refused(
-            fatal(
-                "usage",
-                f"cannot listen on {host} port {port}: {error.strerror or error}",
-                expected="a free port of this machine",
-                found=f"{host}:{port}",
-                next="choose another --port or --host",
-            )
-        ) from error
+        raise _not_listening(host, port, error) from error
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     address = f"http://{shown}:{server.port}/" + (f"?token={token}" if token else "")
     server.io_loop.add_callback(_warm, address)
     return server, address
+
+
+def _listening(page: Callable[[], Any], host: str, port: int, token: str | None) -> Any:
+    """A server whose pages may only be opened from its own address and, if there is a token, with that."""
+    pn.extension("plotly", notifications=False, loading_spinner="arc")
+    names = ["localhost", "127.0.0.1"] if is_loopback(host) else [host]
+    guarded: dict[str, Any] = {}
+    if token:
+        guarded = {"cookie_secret": secrets.token_hex(32), "auth_provider": TokenProvider(token)}
+    return pn.serve(
+        {"/": page},
+        port=port,
+        address=host,
+        websocket_origin=[f"{name}:{port}" for name in names],
+        show=False,
+        start=False,
+        verbose=False,
+        title="Firstlight",
+        sign_sessions=True,
+        secret_key=secrets.token_hex(32),
+        generate_session_ids=True,
+        **guarded,
+    )
+
+
+def _open_to_all(host: str) -> Refused:
+    return Refused(
+        fatal(
+            "usage",
+            f"a dashboard on {host} without a token would show the runs to anyone on the network",
+            expected="a token, or a loopback address",
+            found=f"host {host}, no token",
+            next="give --token, or leave --host at 127.0.0.1",
+        )
+    )
+
+
+def _not_listening(host: str, port: int, error: OSError) -> Refused:
+    return Refused(
+        fatal(
+            "usage",
+            f"cannot listen on {host} port {port}: {error.strerror or error}",
+            expected="a free port of this machine",
+            found=f"{host}:{port}",
+            next="choose another --port or --host",
+        )
+    )
 
 
 async def _warm(address: str) -> None:

@@ -88,23 +88,35 @@ def load(
     all_ranks = _AllRanks(mesh, hashes)
     for rank in range(mesh.world_size):
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep)
-        progress(_phase("reserve memory", rank, mesh.world_size))
-        listen = _Listener(progress, rank, mesh.world_size)
-        started_s = time.perf_counter()
-        weights = _load_rank(checkpoint, pieces, device, threads, listen, _early(device, pieces))
-        all_ranks.add(pieces, weights, listen, time.perf_counter() - started_s)
-        del weights
-        gc.collect()
+        _load_and_add(all_ranks, checkpoint, pieces, device, threads, progress)
     all_ranks.tell(draft, ledger, run_dtype, why)
     all_ranks.tell_rates(draft, checkpoint, threads or checkpoint.source.shape.in_flight, limit)
     return draft.close()
+
+
+def _load_and_add(
+    all_ranks: _AllRanks,
+    checkpoint: Checkpoint,
+    pieces: RankPieces,
+    device: str,
+    threads: int | None,
+    progress: Progress,
+) -> None:
+    """One rank's weights: loaded, added up, and gone before the next rank's are."""
+    progress(_phase("reserve memory", pieces.rank, all_ranks.mesh.world_size))
+    listen = _Listener(progress, pieces.rank, all_ranks.mesh.world_size)
+    started_s = time.perf_counter()
+    weights = _load_rank(checkpoint, pieces, device, threads, listen, _early(device, pieces))
+    all_ranks.add(pieces, weights, listen, time.perf_counter() - started_s)
+    del weights
+    gc.collect()
 
 
 class _AllRanks:
     """What came where on each rank, added up."""
 
     def __init__(self, mesh: Mesh, hashes: bool) -> None:
-        self._mesh, self._hashes = mesh, hashes
+        self.mesh, self._hashes = mesh, hashes
         self._rows: list[dict[str, Any]] = []
         self._layers: list[dict[str, Any]] = []
         self._hashed: list[dict[str, Any]] = []
@@ -115,7 +127,7 @@ class _AllRanks:
 
     def add(self, pieces: RankPieces, weights: Weights, listen: _Listener, took_s: float) -> None:
         """A rank's weights, which are not kept."""
-        self._rows.append({**_rank_row(self._mesh, pieces, weights), "load_s": took_s, "held_s": listen.held_s})
+        self._rows.append({**_rank_row(self.mesh, pieces, weights), "load_s": took_s, "held_s": listen.held_s})
         self._layers += listen.rows
         self._origin = weights.origin
         _add_roles(self._roles, pieces, weights)

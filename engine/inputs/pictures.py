@@ -116,11 +116,6 @@ def open_picture(
     return _upright_rgb(image, name, len(data), apply_exif, notes, turned_by_decoder)
 
 
-def picture_from_image(image: Image.Image, apply_exif: bool = True, source: str = "image in memory") -> Picture:
-    """A picture from a Pillow image, treated as a file's would be."""
-    return _upright_rgb(image, source, 0, apply_exif, [])
-
-
 def _refuse(name: str, message: str, **fields: Any) -> NoReturn:
     raise Refused(fatal("bad-image", message, file=name, **fields))
 

@@ -110,10 +110,6 @@ class Scheduler:
         self._steps = 0
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._sequences)
-
-    @property
     def num_running(self) -> int:
         return sum(len(replica.running) for replica in self._replicas)
 

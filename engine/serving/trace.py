@@ -62,38 +62,14 @@ def trace_command(
 ) -> TraceCommand:
     """Checks everything that could fail on a rank, so that no rank is left waiting; raises `Refused` (bad-golden)."""
     ids = np.asarray(input_ids)
-    if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
-        raise _bad("input_ids", "integers [batch, tokens]", f"{ids.dtype} {list(ids.shape)}")
-    mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
-    if mask.shape != ids.shape:
-        raise _bad("attention_mask", str(list(ids.shape)), str(list(mask.shape)))
-    mask = (mask != 0).astype(np.int64)
-    if not mask.any(axis=1).all():
-        raise _bad("attention_mask", "at least one token in every row", "an empty row")
-    if (np.diff(mask, axis=1) != 0).sum(axis=1).max(initial=0) > 1:
-        raise _bad("attention_mask", "padding on one side of each row", "holes")
-    image_id = spec.vision.image_token_id if spec.vision is not None else None
-    shown = ids[(mask == 1) & (ids != image_id)] if image_id is not None else ids[mask == 1]
-    if shown.size and not 0 <= shown.min() <= shown.max() < spec.vocab_size:
-        raise _bad("input_ids", f"ids below {spec.vocab_size}", f"{shown.min()} to {shown.max()}")
+    mask = _checked_mask(ids, attention_mask)
+    placeholders = _checked_ids(spec, ids, mask)
     images = dict(tensors or {})
-    positions = images.pop(POSITIONS, None)
-    if positions is not None and (positions.shape != ids.shape or positions.dtype.kind not in "iu"):
-        raise _bad(POSITIONS, f"integers {list(ids.shape)}", f"{positions.dtype} {list(positions.shape)}")
-    count = int(((ids == image_id) & (mask == 1)).sum()) if image_id is not None else 0
-    check_images(spec, images, count)
-    if not count and not isinstance(spec.vision, ForeignVision):
+    positions = _checked_positions(ids, images.pop(POSITIONS, None))
+    check_images(spec, images, placeholders)
+    if not placeholders and not isinstance(spec.vision, ForeignVision):
         images = {}  # tensors of no picture
-    for name, value in (inputs or {}).items():
-        index = _index(name)
-        width = spec.hidden_width(index or 0) or value.shape[-1]
-        if index is None or index > spec.num_layers or value.shape != (*ids.shape, width):
-            raise _bad(
-                name, f"hidden.0 to hidden.{spec.num_layers}, {[*ids.shape, spec.hidden]}", str(list(value.shape))
-            )
-    low, high = layers or (0, spec.num_layers)
-    if not 0 <= low < high <= spec.num_layers:
-        raise _bad("layers", f"a range within 0:{spec.num_layers}", f"{low}:{high}")
+    _check_layers(spec, ids, inputs or {}, layers)
     return TraceCommand(
         input_ids=Array.of(ids.astype(np.int64)),
         attention_mask=Array.of(mask),
@@ -101,8 +77,55 @@ def trace_command(
         inputs={name: Array.of(np.asarray(value, dtype=np.float32)) for name, value in (inputs or {}).items()},
         layers=layers,
         blocks=blocks,
-        positions=None if positions is None else Array.of(np.asarray(positions, dtype=np.int64)),
+        positions=positions,
     )
+
+
+def _checked_mask(ids: np.ndarray, given: np.ndarray | None) -> np.ndarray:
+    """The mask of `ids` as 0 and 1, int64 [B, T]: padding on one side of each row, and no row without a token."""
+    if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise _bad("input_ids", "integers [batch, tokens]", f"{ids.dtype} {list(ids.shape)}")
+    mask = np.ones_like(ids) if given is None else np.asarray(given)
+    if mask.shape != ids.shape:
+        raise _bad("attention_mask", str(list(ids.shape)), str(list(mask.shape)))
+    mask = (mask != 0).astype(np.int64)
+    if not mask.any(axis=1).all():
+        raise _bad("attention_mask", "at least one token in every row", "an empty row")
+    if (np.diff(mask, axis=1) != 0).sum(axis=1).max(initial=0) > 1:
+        raise _bad("attention_mask", "padding on one side of each row", "holes")
+    return mask
+
+
+def _checked_ids(spec: ModelSpec, ids: np.ndarray, mask: np.ndarray) -> int:
+    """How many placeholders of pictures there are; every other token is one of the vocabulary."""
+    is_token = mask == 1
+    is_picture = is_token & (ids == spec.vision.image_token_id) if spec.vision is not None else np.zeros_like(is_token)
+    shown = ids[is_token & ~is_picture]
+    if shown.size and not 0 <= shown.min() <= shown.max() < spec.vocab_size:
+        raise _bad("input_ids", f"ids below {spec.vocab_size}", f"{shown.min()} to {shown.max()}")
+    return int(is_picture.sum())
+
+
+def _checked_positions(ids: np.ndarray, positions: np.ndarray | None) -> Array | None:
+    if positions is None:
+        return None
+    if positions.shape != ids.shape or positions.dtype.kind not in "iu":
+        raise _bad(POSITIONS, f"integers {list(ids.shape)}", f"{positions.dtype} {list(positions.shape)}")
+    return Array.of(np.asarray(positions, dtype=np.int64))
+
+
+def _check_layers(
+    spec: ModelSpec, ids: np.ndarray, inputs: Mapping[str, np.ndarray], layers: tuple[int, int] | None
+) -> None:
+    """The inputs of layers that are forced, and the range of layers that is asked for."""
+    for name, value in inputs.items():
+        index = _index(name)
+        width = spec.hidden_width(index or 0) or value.shape[-1]
+        if index is None or index > spec.num_layers or value.shape != (*ids.shape, width):
+            raise _bad(name, f"hidden.0 to hidden.{spec.num_layers}, {[*ids.shape, width]}", str(list(value.shape)))
+    low, high = layers or (0, spec.num_layers)
+    if not 0 <= low < high <= spec.num_layers:
+        raise _bad("layers", f"a range within 0:{spec.num_layers}", f"{low}:{high}")
 
 
 def check_images(spec: ModelSpec, images: Mapping[str, np.ndarray], placeholders: int) -> None:

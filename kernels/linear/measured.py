@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -25,15 +24,6 @@ DECIDED = 1.5  # a lead of the preferred candidate after which no repetition is 
 REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """What one shape was chosen for: microseconds by candidate and number of rows; empty where it was replayed."""
-
-    shape: str
-    chosen: str
-    microseconds: Mapping[str, Mapping[int, float]]
-
-
 class MeasuredLinear:
     """Prepares each weight by the implementation that was fastest for its shape, over the row counts asked for.
 
@@ -45,42 +35,37 @@ class MeasuredLinear:
         self._prepare: dict[str, PrepareLinear] = {
             name: import_module(f"firstlight.kernels.linear.{name}").prepare for name in candidates
         }
-        self._timings: dict[str, Timing] = {}
+        self._chosen: dict[str, str] = {}
 
     def __call__(
         self, weight_FH: Tensor, bias_F: Tensor | None = None, row_counts: Sequence[int] = (1,)
     ) -> PreparedLinear:
         """Prepare a weight [F, H] and bias [F]; the first of its shape is timed (about 10 ms)."""
         shape = shape_name(weight_FH)
-        if shape not in self._timings:
-            self._timings[shape] = self._measure(shape, weight_FH, bias_F, row_counts)
-        return self._prepare[self._timings[shape].chosen](weight_FH, bias_F, row_counts)
+        if shape not in self._chosen:
+            self._chosen[shape] = self._fastest(weight_FH, bias_F, row_counts)
+        return self._prepare[self._chosen[shape]](weight_FH, bias_F, row_counts)
 
     def record(self) -> dict[str, str]:
         """The implementation of each shape, for JSON; `replay` takes it."""
-        return {timing.shape: timing.chosen for timing in self._timings.values()}
-
-    def timings(self) -> tuple[Timing, ...]:
-        """What was measured, a row for each shape."""
-        return tuple(self._timings.values())
+        return dict(self._chosen)
 
     def replay(self, record: Mapping[str, str]) -> None:
         """Use the recorded implementations for their shapes; a name that is no candidate here is a ValueError."""
         for shape, name in record.items():
             if name not in self._prepare:
                 raise ValueError(f"linear {shape} was recorded as {name}; here there are {', '.join(self._prepare)}")
-            self._timings[shape] = Timing(shape, name, {})
+            self._chosen[shape] = name
 
-    def _measure(self, shape: str, weight_FH: Tensor, bias_F: Tensor | None, row_counts: Sequence[int]) -> Timing:
+    def _fastest(self, weight_FH: Tensor, bias_F: Tensor | None, row_counts: Sequence[int]) -> str:
         evict = _evictor(weight_FH.nbytes)
         found: dict[str, dict[int, float]] = {name: {} for name in self._prepare}
         ready = {name: prepare(weight_FH, bias_F, row_counts) for name, prepare in self._prepare.items()}
         for rows in row_counts:
             x_TH = torch.ones(rows, weight_FH.shape[1], dtype=weight_FH.dtype)
-            best = _time(ready, x_TH, evict)
-            for name, seconds in best.items():
-                found[name][rows] = round(seconds * 1e6, 1)
-        return Timing(shape, _pick(found), found)
+            for name, seconds in _time(ready, x_TH, evict).items():
+                found[name][rows] = seconds
+        return _pick(found)
 
 
 def shape_name(weight_FH: Tensor) -> str:

@@ -19,8 +19,8 @@ from firstlight.engine.inputs.image_constants import read_constants
 from firstlight.engine.inputs.image_kinds import kind as module
 from firstlight.engine.inputs.image_kinds.registry import CLASS_OF_MODEL_TYPE, IMAGE_KINDS
 from firstlight.engine.inputs.image_processor import ImageProcessor
-from firstlight.engine.inputs.pictures import Picture, picture_from_image
-from tests.engine.inputs.toys import IMAGE_PROCESSOR, write_json
+from firstlight.engine.inputs.pictures import Picture
+from tests.engine.inputs.toys import IMAGE_PROCESSOR, picture_of, write_json
 
 SIZES = [
     (1, 1),
@@ -90,7 +90,7 @@ def picture(width: int, height: int, seed: int = 0) -> Picture:
     rng = np.random.default_rng(seed + width * 1000 + height)
     ramp = np.linspace(0, 200, width)[None, :, None] + np.linspace(0, 55, height)[:, None, None]
     values = (ramp + rng.integers(0, 56, (height, width, 3))) % 256
-    return picture_from_image(Image.fromarray(values.astype(np.uint8)))
+    return picture_of(Image.fromarray(values.astype(np.uint8)))
 
 
 def save(directory: Path, config: Mapping[str, Any]) -> Path:
@@ -175,7 +175,7 @@ def test_half_and_half_is_not_clip(tmp_path: Path) -> None:
     """What the file says reaches the tensor: black is -1 and white is 1, whatever CLIP would make of them."""
     save(tmp_path, IMAGE_PROCESSOR)
     for level, value in ((0, -1.0), (255, 1.0)):
-        plain = picture_from_image(Image.new("RGB", (40, 40), (level,) * 3))
+        plain = picture_of(Image.new("RGB", (40, 40), (level,) * 3))
         pixels = ImageProcessor.open(tmp_path).process([plain])["pixel_values"]
         np.testing.assert_allclose(pixels, np.float32(value), atol=1e-6)
 

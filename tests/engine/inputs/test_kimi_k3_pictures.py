@@ -12,8 +12,8 @@ from PIL import Image
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.image_processor import ImageProcessor
-from firstlight.engine.inputs.pictures import picture_from_image
 from firstlight.engine.inputs.prepare import Processor
+from tests.engine.inputs.toys import picture_of
 from tests.kimi_k3 import MEDIA_PAD, PREPROCESSOR, write_side_files
 
 SIZES = [(1, 1), (28, 28), (50, 90), (131, 20), (260, 200), (3, 400)]
@@ -80,7 +80,7 @@ def test_patches_are_those_of_the_formulas(tmp_path: Path, mode: str, stage: str
     config = settings(transparent_bg_fill_stage=stage)
     processor = save(tmp_path, config)
     images = [random_picture(size, mode) for size in SIZES]
-    found = processor.process([picture_from_image(image) for image in images])
+    found = processor.process([picture_of(image) for image in images])
     expected = [restated(image, config["media_proc_cfg"]) for image in images]
     np.testing.assert_array_equal(found["grid_thws"], [grid for _, grid in expected])
     np.testing.assert_allclose(found["pixel_values"], np.concatenate([patches for patches, _ in expected]), atol=1e-6)
@@ -89,7 +89,7 @@ def test_patches_are_those_of_the_formulas(tmp_path: Path, mode: str, stage: str
 
 def test_without_a_background_alpha_is_dropped(tmp_path: Path) -> None:
     image = random_picture((30, 40), "RGBA")
-    found = save(tmp_path, settings(transparent_bg_config=None)).process([picture_from_image(image)])
+    found = save(tmp_path, settings(transparent_bg_config=None)).process([picture_of(image)])
     expected, _ = restated(image, settings(transparent_bg_config=None)["media_proc_cfg"])
     np.testing.assert_allclose(found["pixel_values"], expected, atol=1e-6)
 
@@ -113,7 +113,7 @@ def test_a_step_that_is_not_known_is_refused(tmp_path: Path, key: str, value: An
 def test_a_pad_in_the_prompt_becomes_one_for_each_feature(tmp_path: Path) -> None:
     save(tmp_path, settings())
     write_side_files(tmp_path)
-    pictures = [picture_from_image(random_picture(size, "RGB")) for size in ((50, 90), (28, 28))]
+    pictures = [picture_of(random_picture(size, "RGB")) for size in ((50, 90), (28, 28))]
     prepared = Processor.open(tmp_path).prepare("What is it?", pictures, chat=True)
     assert [count for _, count in prepared.image_spans] == [2 * 4, 1]
     assert int((prepared.input_ids == MEDIA_PAD).sum()) == 9

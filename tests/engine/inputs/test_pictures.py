@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.inputs.pictures import PictureLimits, open_picture, picture_from_image
+from firstlight.engine.inputs.pictures import PictureLimits, open_picture
 
 
 def gradient(width: int = 24, height: int = 16, mode: str = "RGB") -> Image.Image:
@@ -367,12 +367,3 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.png").code == "not-found"
     assert "directory" in refusal(tmp_path).message
     assert refusal("a\0b").code == "bad-image"
-
-
-def test_an_image_in_memory_is_treated_as_a_file(tmp_path: Path) -> None:
-    image = Image.open(io.BytesIO(with_orientation(gradient(), 6)))
-    assert picture_from_image(image).image.size == (16, 24)
-    original = gradient()
-    picture = picture_from_image(original)
-    original.putpixel((0, 0), (9, 9, 9))
-    assert picture.image.getpixel((0, 0)) == (0, 0, 0)

@@ -14,9 +14,9 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.inputs.expansions import CLASS_OF_MODEL_TYPE, EXPANSIONS
-from firstlight.engine.inputs.pictures import Picture, picture_from_image
+from firstlight.engine.inputs.pictures import Picture
 from firstlight.engine.inputs.prepare import Prepared, Processor, prepare
-from tests.engine.inputs.toys import IMAGE_PROCESSOR, byte_level_backend, save_tokenizer, write_json
+from tests.engine.inputs.toys import IMAGE_PROCESSOR, byte_level_backend, picture_of, save_tokenizer, write_json
 
 PROMPT = "What animal is this? 🦊"
 
@@ -29,7 +29,7 @@ def opened(directory: Path) -> Processor:
 def pictures(count: int) -> list[Picture]:
     rng = np.random.default_rng(count)
     sizes = [(40, 50), (33, 32), (90, 31)][:count]
-    return [picture_from_image(Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8))) for w, h in sizes]
+    return [picture_of(Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8))) for w, h in sizes]
 
 
 def assert_equal(ours: Prepared, theirs: Any) -> None:
@@ -309,8 +309,10 @@ def test_a_placeholder_that_is_no_token_is_refused(copy_of: Callable[[str], Path
 
 def test_a_picture_without_tokens_is_refused(copy_of: Callable[[str], Path]) -> None:
     directory = copy_of("vlm")
-    change(directory, patch_size=64, num_additional_image_tokens=0)
+    change(directory, patch_size=32, num_additional_image_tokens=0)  # one patch, which the class leaves out
     assert code_of(directory)[0] == "bad-image"
+    change(directory, patch_size=64)
+    assert code_of(directory)[0] == "side-file-invalid"  # every picture is made 32 x 32: no other one helps
 
 
 def test_a_prompt_without_tokens_is_refused(toys: Path) -> None:

@@ -19,7 +19,7 @@ from firstlight.engine.weights.files import safetensors_file
 from tests.engine.inputs.test_image_kinds import GEMMA, GOT, IDEFICS, NEXT, PAN, QWEN
 from tests.engine.inputs.test_image_processor import picture
 from tests.engine.inputs.torchvision_stand_in import imported
-from tests.engine.inputs.toys import byte_level_backend, save_tokenizer, write_json
+from tests.engine.inputs.toys import byte_level_backend, picture_of, save_tokenizer, write_json
 
 PROMPT = "What animals are these? 🦊"
 SIZES = [(31, 33), (64, 48), (131, 20), (17, 99), (200, 150)]
@@ -190,9 +190,7 @@ class OurTensors:
         return images
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
-        from firstlight.engine.inputs.pictures import picture_from_image
-
-        return dict(self.processor.process([picture_from_image(image) for image in images]))
+        return dict(self.processor.process([picture_of(image) for image in images]))
 
 
 def theirs_of(monkeypatch: pytest.MonkeyPatch, directory: Path, case: Case) -> Any:

@@ -1,8 +1,13 @@
 """Toy tokenizers and processors, saved as transformers saves them."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
+
+from firstlight.engine.inputs.pictures import Picture, open_picture
 
 CORPUS = (
     "What animal is this? A cat, a dog, two owls and 3 foxes on a blue background. The cow says moo! It's a cat.",
@@ -10,6 +15,14 @@ CORPUS = (
     "naïve café, Ελληνικά, Русский, 日本語のテキスト, 한국어, עברית, emoji 🫠🦊🐱 and flags 🇩🇪",
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>")
+
+
+def picture_of(image: Image.Image) -> Picture:
+    """A picture of the file that an image is kept in without a loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return open_picture(file.getvalue())
+
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -212,7 +212,7 @@ def test_one_number_that_is_not_finite_ends_the_request_and_names_block_rank_and
     engine.worker.rank.weights.params[name].flatten()[3] = value
     with pytest.raises(EngineFailed, match=f"first in {block}, whose weights are not finite on rank 0: {name}"):
         engine.complete(PROMPTS[0], params=greedy())
-    assert not engine.scheduler.has_work
+    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
     with pytest.raises(EngineFailed, match="not finite"):
         engine.complete(PROMPTS[0], params=greedy(temperature=1.0))
 

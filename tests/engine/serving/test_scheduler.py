@@ -110,7 +110,7 @@ def test_random_traffic(
     to_abort, to_end, arrivals, breaks = list(aborts), list(ends), list(enumerate(wishes)), list(interrupts)
     generated: dict[int, int] = {}
     steps = 0
-    while arrivals or scheduler.has_work:
+    while arrivals or scheduler.num_running or scheduler.num_waiting:
         for number, (prompt, new) in arrivals[:2]:
             scheduler.add(request(number, prompt, new))
         del arrivals[:2]
@@ -200,7 +200,7 @@ def test_what_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(limits())
     with pytest.raises(Refused, match="context-too-long"):
         scheduler.add(request(0, 60, 5))
-    assert not scheduler.has_work
+    assert scheduler.num_running == scheduler.num_waiting == 0
 
 
 @pytest.mark.parametrize("wrong", [{"token_budget": 4}, {"num_pages": 2}, {"max_batch": 0}])
