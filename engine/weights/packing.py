@@ -180,7 +180,16 @@ def _nvfp4(weight: Floats, how: NvFp4, _: np.random.Generator) -> tuple[Parts, F
 
 
 def words(codes: NDArray[Any], bits: int, axis: int, order: tuple[int, ...] | None = None) -> NDArray[np.int32]:
-    """Codes in 32-bit words along a dim, lowest bits first; `order[i]` is the place of code i."""
+    """Codes in 32-bit words along a dim, lowest bits first; `order[i]` is the place of code i.
+
+    Of widths that divide no word, 32 codes become as many words, bit by bit.
+    """
+    if 32 % bits:
+        moved = np.moveaxis(codes.astype(np.uint8), axis, -1)
+        moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % 32)])
+        each = (moved[..., None] >> np.arange(bits, dtype=np.uint8)) & 1  # lowest first
+        stream = np.packbits(each.reshape(*moved.shape[:-1], -1), axis=-1, bitorder="little")
+        return np.moveaxis(stream.view("<i4"), -1, axis)
     per_word = 32 // bits
     moved = np.moveaxis(codes.astype(np.uint32), axis, -1)
     missing = -moved.shape[-1] % per_word

@@ -5,12 +5,14 @@ Nothing is guessed: a tool, a layout or an option that is not listed is refused 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.weights.formats.auto_round import auto_round
 from firstlight.engine.weights.formats.awq import Awq
 from firstlight.engine.weights.formats.compressed import compressed_tensors
 from firstlight.engine.weights.formats.fp8 import Fp8
@@ -29,8 +31,6 @@ SETTINGS = ("bits", "group_size", "desc_act", "sym")  # of all modules or, by GP
 KNOWN = {  # tools that are not read here -> what they do
     "bitsandbytes": "NF4, FP4 or INT8 codes with nested scales, in a layout of its own that only its kernels read",
     "aqlm": "additive codebooks; weights are sums of looked-up vectors",
-    "auto-round": "GPTQ or AWQ words, said by packing_format, with settings that differ from module to module",
-    "intel/auto-round": "GPTQ or AWQ words, said by packing_format, with settings that differ from module to module",
     "bitblas": "words in the order that BitBLAS wants",
     "bitnet": "ternary weights, four in a byte, with one scale a tensor",
     "eetq": "INT8 in an order for its GPU kernels",
@@ -225,14 +225,23 @@ def _gptq_format(options: Options, form: str, change: Mapping[str, Any]) -> Form
     usual = {key: options.get(key) for key in SETTINGS}
     said = {**usual, **{key: value for key, value in change.items() if value is not None}}
     bits = 4 if said["bits"] is None else said["bits"]
-    options.only("bits", bits, (2, 4, 8))
+    options.only("bits", bits, (2, 3, 4, 8))
+    writer = str(mapping(options.get("meta")).get("quantizer")).lower()
+    offset = 0 if form == "gptq_v2" else 1
+    version = re.search(r"gptqmodel:(\d+)", writer)
+    if offset and bits == 3 and "gptqmodel" in writer and (version is None or int(version[1]) < 7):
+        options.unsupported(
+            "meta.quantizer",
+            writer,
+            "another: before its version 7 it took other numbers than one from zero points of 3 bits",
+        )
     return Gptq(
         bits=bits,
         group=options.group(128 if said["group_size"] is None else said["group_size"]),
-        zero_offset=0 if form == "gptq_v2" else 1,
+        zero_offset=offset,
         shuffled=flag_of("desc_act", said["desc_act"], False),
         symmetric=flag_of("sym", said["sym"], False),
-        borrows="gptqmodel" in str(mapping(options.get("meta")).get("quantizer")).lower(),
+        borrows="gptqmodel" in writer,
     )
 
 
@@ -249,6 +258,8 @@ READERS: Mapping[str, Reader] = {
     "mxfp4": _mxfp4,
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
     "modelopt_fp4": modelopt,

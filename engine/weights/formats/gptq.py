@@ -1,10 +1,11 @@
-"""GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel save it: integers of 2, 4 or 8 bits in words along the inputs.
+"""GPTQ (arXiv 2210.17323) as AutoGPTQ, GPTQModel and AutoRound save it: integers of 2 to 8 bits in words along the
+inputs, the lowest bits first. Of widths that divide no word, 32 codes lie in as many words, over their edges.
 
-With w codes a word: `qweight` I32 [H / w, F], `qzeros` I32 [H / group, F / w], `scales` F16 [H / group, F], and `g_idx`
-I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in `gptq_v2` as they
-are. GPTQModel takes the one from each word as a whole, so that a zero point of 0 borrows from the next; AutoGPTQ loses
-the words of such zero points. A number is (code - zero) x scale, in float32; `sym` says that the zero is the middle of
-the codes.
+With w = 32 / bits codes a word: `qweight` I32 [H / w, F], `qzeros` I32 [H / group, F / w], `scales` F16 [H / group, F],
+and `g_idx` I32 [H], the group of each input, in any order with `desc_act`. Zero points are stored less one, in
+`gptq_v2` as they are. GPTQModel takes the one from each word as a whole, so that a zero point of 0 borrows from the
+next, or of 3 bits from each alone, so that it becomes 7; AutoGPTQ loses the words of such zero points. A number is
+(code - zero) x scale, in float32; `sym` says that the zero is the middle of the codes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Box, Format, Packing, Part
+from firstlight.engine.weights.formats.grid import COLUMNS, ROWS, WHOLE, Axis, Box, Format, Packing, Part, words_of
 from firstlight.engine.weights.formats.packed_int import group_problem
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ def codes_of(words: Tensor, bits: int) -> set[int]:
     """The codes that occur in words."""
     from firstlight.engine.weights.formats.unpacking import codes
 
-    return set(codes(words, bits).flatten().bincount().nonzero().flatten().tolist())
+    return occurring(codes(words, bits))
+
+
+def occurring(codes: Tensor) -> set[int]:
+    """The numbers that occur among codes."""
+    return set(codes.flatten().bincount().nonzero().flatten().tolist())
 
 
 class Gptq(Format, frozen=True, kw_only=True):
@@ -47,11 +53,10 @@ class Gptq(Format, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        per_word = 32 // self.bits
         groups = Axis(COLUMNS, self.group, whole=self.ordered) if self.group else 1
         found = (
-            Part("codes", "qweight", ("I32",), (Axis(COLUMNS, per_word), Axis(ROWS))),
-            Part("zero", "qzeros", ("I32",), (groups, Axis(ROWS, per_word))),
+            Part("codes", "qweight", ("I32",), (words_of(COLUMNS, self.bits), Axis(ROWS))),
+            Part("zero", "qzeros", ("I32",), (groups, words_of(ROWS, self.bits))),
             Part("scale", "scales", ("F16", "BF16", "F32"), (groups, Axis(ROWS))),
         )
         return (*found, Part("order", "g_idx", ("I32", "I64"), (Axis(COLUMNS),))) if self.ordered else found
@@ -61,7 +66,17 @@ class Gptq(Format, frozen=True, kw_only=True):
         return (self, *other)
 
     def packing(self, codes: str) -> Packing:
-        return Packing(f"int{self.bits}", (1, self.group), zero=True, ordered=self.has_order)
+        return Packing(f"int{self.held_bits}", (1, self.group), zero=True, ordered=self.has_order)
+
+    @property
+    def held_bits(self) -> int:
+        """The width that operators multiply by which takes these codes."""
+        return next(bits for bits in (2, 4, 8) if bits >= self.bits)
+
+    @property
+    def per_block(self) -> int:
+        """Codes in whole words."""
+        return 32 if 32 % self.bits else 32 // self.bits
 
     @property
     def has_order(self) -> bool:
@@ -74,14 +89,17 @@ class Gptq(Format, frozen=True, kw_only=True):
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
         import torch
 
-        from firstlight.engine.weights.formats.unpacking import row_bytes, zero_points
+        from firstlight.engine.weights.formats.unpacking import row_bytes, turned_codes, zero_points
 
         if role == "codes":
-            words = stored.mT.clone(memory_format=torch.contiguous_format)
-            found = row_bytes(words, box[COLUMNS], 32 // self.bits, self.bits)
-            return found if self.bits != 8 else found ^ 0x80
+            if self.bits == self.held_bits:
+                words = stored.mT.clone(memory_format=torch.contiguous_format)
+                found = row_bytes(words, box[COLUMNS], self.per_block, self.bits)
+            else:
+                found = turned_codes(self._codes(stored, box), self.held_bits)
+            return found if self.held_bits != 8 else found ^ 0x80
         if role == "zero":
-            return zero_points(self._zero_codes(stored, box).mT, self.bits)
+            return zero_points(self._zero_codes(stored, box).mT, self.held_bits)
         return stored.unsqueeze(-2) if role == "order" else stored.mT
 
     def unpack(self, stored: Mapping[str, Tensor], box: Box, shape: tuple[int, ...]) -> Tensor:
@@ -100,17 +118,21 @@ class Gptq(Format, frozen=True, kw_only=True):
         """Codes of a box, [inputs, rows], one a byte."""
         from firstlight.engine.weights.formats.unpacking import codes_down, span
 
-        return span(codes_down(words, self.bits), -2, box[COLUMNS], 32 // self.bits)
+        return span(codes_down(words, self.bits), -2, box[COLUMNS], self.per_block)
 
     def _zero_codes(self, words: Tensor, box: Box) -> Tensor:
         """Zero points of the rows of a box, [groups, rows], one a byte."""
-        from firstlight.engine.weights.formats.unpacking import codes, span
+        from firstlight.engine.weights.formats.unpacking import span
 
-        return span(codes(self._zeros(words), self.bits), -1, box[ROWS], 32 // self.bits)
+        return span(self._zeros(words), -1, box[ROWS], self.per_block)
 
     def _zeros(self, words: Tensor) -> Tensor:
-        """Words of zero points as they are: one more in each place, carried over as it was borrowed."""
-        return words + self.zero_offset * sum(1 << place for place in range(0, 32, self.bits))
+        """Zero points as they are: one more in each place, carried over as it was borrowed."""
+        from firstlight.engine.weights.formats.unpacking import codes
+
+        if 32 % self.bits:
+            return (codes(words, self.bits) + self.zero_offset) & ((1 << self.bits) - 1)
+        return codes(words + self.zero_offset * sum(1 << place for place in range(0, 32, self.bits)), self.bits)
 
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
         if "zero" not in stored:
@@ -119,7 +141,7 @@ class Gptq(Format, frozen=True, kw_only=True):
         if self.zero_offset and not self.borrows and word.numel() and most in codes_of(word, self.bits):
             said = "its writer took one from a zero point of 0, and no tool says that it borrowed from the next"
             return "zero", f"codes of zero points below {most}, stored less one", f"{most}: {said}"
-        found = codes_of(self._zeros(word), self.bits) if self.symmetric and word.numel() else ()
+        found = occurring(self._zeros(word)) if self.symmetric and word.numel() else ()
         if wrong := sorted(set(found) - {middle}):
             return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}"
         return group_problem(stored, self.parts[1].shape(shape)[-2])

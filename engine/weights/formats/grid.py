@@ -27,21 +27,23 @@ UNCUT = -1  # columns of something that is held whole, whatever columns of the w
 
 
 class Axis(msgspec.Struct, frozen=True, gc=False):
-    """A dim of a stored tensor: one index stands for `block` rows or columns; `whole`: it is never cut."""
+    """A dim of a stored tensor: `words` indices stand for `block` rows or columns; `whole`: it is never cut."""
 
     dim: int
     block: int = 1
     whole: bool = False
+    words: int = 1
 
     def count(self, shape: tuple[int, ...]) -> int:
-        return -(-shape[self.dim] // self.block)
+        return -(-shape[self.dim] // self.block) * self.words
 
     def bounds(self, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
         """The indices that `box` needs: a block that it cuts is read whole."""
         if self.whole:
             return 0, self.count(shape)
         start, stop = box[self.dim]
-        return start // self.block, max(-(-stop // self.block), start // self.block)
+        first = start // self.block
+        return first * self.words, max(-(-stop // self.block), first) * self.words
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +116,11 @@ class Packing(msgspec.Struct, frozen=True):
         return blocks(rows, of_rows), columns
 
 
+def words_of(dim: int, bits: int) -> Axis:
+    """Codes in 32-bit words one behind the other: 32 codes of a width that divides no word lie in as many words."""
+    return Axis(dim, 32, words=bits) if 32 % bits else Axis(dim, 32 // bits)
+
+
 def blocks(size: int, block: int) -> int:
     """How many blocks there are in so many rows or columns."""
     return -(-size // block) if block else 1
@@ -150,8 +157,10 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(dim, int):
                 if dim != size:
                     return None
+            elif size % dim.words:
+                return None
             else:
-                sizes[dim.dim] = size * dim.block
+                sizes[dim.dim] = size // dim.words * dim.block
         return (*lead, sizes[ROWS], sizes[COLUMNS])
 
     def nbytes(self, shape: tuple[int, ...], box: Box) -> int:

@@ -39,6 +39,8 @@ def scale32(stored: Tensor) -> Tensor:
 
 def codes(words: Tensor, bits: int) -> Tensor:
     """32-bit words [..., n] -> codes [..., n x (32 / bits)], uint8, lowest bits first."""
+    if 32 % bits:
+        return _over_edges(words.unsqueeze(-1), bits).squeeze(-1)
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
         return packed
@@ -72,8 +74,21 @@ def zero_points(each: Tensor, bits: int) -> Tensor:
 
 def codes_down(words: Tensor, bits: int) -> Tensor:
     """32-bit words [..., n, m] -> codes [..., n x (32 / bits), m], uint8: packed along the dim before the last."""
+    if 32 % bits:
+        return _over_edges(words, bits)
     parts = [((words >> shift) & ((1 << bits) - 1)).to(torch.uint8) for shift in range(0, 32, bits)]
     return torch.stack(parts, dim=-2).flatten(-3, -2)
+
+
+def _over_edges(words: Tensor, bits: int) -> Tensor:
+    """Words [..., n x bits, m] -> codes [..., n x 32, m], uint8, of a width that lies over the edges of words."""
+    parts, most = words.unflatten(-2, (-1, bits)).unbind(-2), (1 << bits) - 1
+    found = []
+    for bit in range(0, 32 * bits, bits):
+        word, place = divmod(bit, 32)
+        code, there = parts[word] >> place & (most if place + bits <= 32 else (1 << (32 - place)) - 1), 32 - place
+        found.append(code if there >= bits else code | (parts[word + 1] & ((1 << (bits - there)) - 1)) << there)
+    return torch.stack(found, dim=-2).to(torch.uint8).flatten(-3, -2)
 
 
 def span(values: Tensor, dim: int, bounds: tuple[int, int], block: int) -> Tensor:

@@ -49,6 +49,8 @@ FORMATS: dict[str, Format] = {
     "awq-whole": Awq(group=WHOLE, symmetric=True),
     "gptq": Gptq(group=16),
     "gptq-int8": Gptq(bits=8, group=WHOLE),
+    "gptq-int3": Gptq(bits=3, group=32),
+    "gptq-int6-v2": Gptq(bits=6, group=WHOLE, zero_offset=0, ordered=False),
     "gptq-int2-v2": Gptq(bits=2, group=32, zero_offset=0),
     "gptq-plain": Gptq(group=32, ordered=False),
 }
@@ -84,6 +86,14 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False},
     "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+    "gptq-int3": {"quant_method": "gptq", "bits": 3, "group_size": 32, "desc_act": True},
+    "auto-round": {"quant_method": "auto-round", "bits": 3, "sym": False, "packing_format": "auto_round:auto_gptq"},
+    "auto-round-awq": {
+        "quant_method": "auto-round",
+        "group_size": 16,
+        "sym": False,
+        "packing_format": "auto_round:auto_awq",
+    },
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.awq import Awq
@@ -153,20 +155,27 @@ def test_transformers_reads_the_same_numbers_from_gpt_oss() -> None:
 
 def gptq_formula(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, bits: int, offset: int) -> Tensor:
     """AutoGPTQ's: unpack the zeros along columns and the codes along rows, then scale x (code - zero) by group."""
-    shifts = torch.arange(0, 32, bits)
-    zeros = (qzeros.unsqueeze(2) >> shifts).bitwise_and(2**bits - 1).reshape(scales.shape) + offset
-    codes = (qweight.unsqueeze(1) >> shifts.view(1, -1, 1)).bitwise_and(2**bits - 1).reshape(-1, qweight.shape[1])
+    zeros, codes = stream(qzeros, bits) + offset, stream(qweight.T, bits).T
     return (scales[g_idx].float() * (codes - zeros[g_idx])).T
 
 
-@pytest.mark.parametrize(("bits", "offset"), [(4, 1), (8, 1), (2, 0)])
+def stream(words: Tensor, bits: int) -> Tensor:
+    """Codes of rows of words, each row as one number of which code i is the digit with the weight 2^(bits x i)."""
+    rows = [int.from_bytes(row.numpy().tobytes(), "little") for row in words.contiguous()]
+    count = words.shape[1] * 32 // bits
+    return torch.tensor([[row >> bits * index & (1 << bits) - 1 for index in range(count)] for row in rows])
+
+
+@pytest.mark.parametrize(("bits", "offset"), [(4, 1), (8, 1), (2, 0), (3, 1), (3, 0), (5, 1), (6, 0), (7, 1)])
 def test_gptq_by_its_own_formula(bits: int, offset: int) -> None:
     """Groups in an order that `desc_act` made, words with the sign bit set."""
     torch.manual_seed(4)
-    shape, group, per_word = (32, 64), 16, 32 // bits
-    qweight = torch.randint(-(2**31), 2**31 - 1, (shape[1] // per_word, shape[0])).int()
-    digits = torch.randint(0, 2**bits - offset, (shape[1] // group, shape[0] // per_word, per_word))
-    qzeros = (digits << torch.arange(0, 32, bits)).sum(-1).int()
+    shape, group = (32, 64), 16
+    qweight = torch.randint(-(2**31), 2**31 - 1, (shape[1] * bits // 32, shape[0])).int()
+    digits = torch.randint(0, 2**bits - offset, (shape[1] // group, shape[0])).tolist()
+    numbers = [sum(digit << bits * index for index, digit in enumerate(row)) for row in digits]
+    qzeros = torch.tensor([list(number.to_bytes(4 * bits, "little")) for number in numbers]).to(torch.uint8)
+    qzeros = qzeros.view(torch.int32)
     scales = torch.rand(shape[1] // group, shape[0]).half()
     g_idx = torch.randperm(shape[1]).div(group, rounding_mode="floor").int()
     expected = gptq_formula(qweight, qzeros, scales, g_idx, bits, offset)
@@ -203,6 +212,85 @@ def test_gptqmodel_borrows_for_a_zero_point_of_zero(bits: int) -> None:
     problems = [format_.problem({**stored, "zero": borrowed}, shape) for format_ in formats[1:]]
     assert problems[0] is None
     assert problems[1] is not None, "AutoGPTQ's word, which cannot be told from this one, is lost"
+
+
+def test_gptqmodel_takes_one_from_each_zero_point_of_three_bits_alone() -> None:
+    """`_shift_gptq_qzeros` of its version 7: (zero - 1) & 7, and back; no other tool writes a 7."""
+    stored = {"codes": torch.zeros(3, 32, dtype=torch.int32), "scale": torch.ones(1, 32).half()}
+    stored["order"] = torch.zeros(32, dtype=torch.int32)
+    stored["zero"] = torch.full((1, 3), -1, dtype=torch.int32)  # sevens: zero points of 0
+    first = {"quant_method": "gptq", "bits": 3, "group_size": 32, "sym": False}
+    known = scheme_format({**first, "meta": {"quantizer": ["gptqmodel:7.7.0"]}})
+    assert known.problem(stored, (32, 32)) is None
+    assert not known.unpack(stored, whole((32, 32)), (32, 32)).any()
+    assert scheme_format(first).problem(stored, (32, 32)) is not None
+
+
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False}
+
+
+@pytest.mark.parametrize(
+    ("packing", "form"),
+    [
+        (None, Gptq(group=16, ordered=False)),
+        ("auto_round:auto_gptq", Gptq(group=16, ordered=False)),
+        ("auto_round", Gptq(group=16, ordered=False, zero_offset=0)),
+        ("auto_round:gptqmodel", Gptq(group=16, ordered=False, zero_offset=0)),
+        ("auto_round:auto_awq", Awq(group=16)),
+    ],
+)
+def test_words_of_auto_round(packing: str | None, form: Format) -> None:
+    """As its QuantLinear of each name packs them; transformers' AutoRoundConfig says what none means."""
+    said = {} if packing is None else {"packing_format": packing}
+    found = announced({"quantization_config": {**ROUND, **said}})
+    assert found.unread == ()
+    assert found.of("model.layers.3.mlp.up_proj") == form
+
+
+def test_settings_of_some_modules_of_auto_round() -> None:
+    """Names come before expressions, which are searched for; sixteen bits are none; what no block holds stays plain."""
+    changes = {
+        ".*layers\\.1\\..*": {"bits": 8},
+        "model.layers.1.mlp.down_proj": {"bits": 3, "sym": True},
+        "layers\\.(1|2)\\.mlp\\.(up|down)_proj": {"bits": 16},
+        "lm_head": {"bits": 4, "group_size": -1},
+    }
+    found = announced(
+        {"quantization_config": {**ROUND, "extra_config": changes, "block_name_to_quantize": "model.layers"}}
+    )
+    usual = Gptq(group=16, ordered=False)
+    wanted = {
+        "model.layers.0.mlp.up_proj": usual,
+        "model.layers.1.mlp.up_proj": msgspec.structs.replace(usual, bits=8),
+        "model.layers.1.mlp.down_proj": msgspec.structs.replace(usual, bits=3, symmetric=True),
+        "model.layers.2.mlp.down_proj": None,
+        "model.layers.12.mlp.down_proj": usual,
+        "lm_head": msgspec.structs.replace(usual, group=0),
+        "model.vision.blocks.0.mlp.up": None,
+    }
+    assert {name: found.of(name) for name in wanted} == wanted
+    assert found.head
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "word"),
+    [
+        ({"packing_format": "auto_round:mlx"}, "unsupported-format", "Apple's MLX"),
+        ({"bits": 9}, "unsupported-format", "bits = 9"),
+        ({"act_bits": 8}, "unsupported-format", "act_bits"),
+        ({"data_type": "mx_fp"}, "unsupported-format", "data_type"),
+        ({"rotation_config": {"a": 1}}, "unsupported-format", "rotation_config"),
+        ({"block_name_to_quantize": [3]}, "config-invalid", "block_name_to_quantize"),
+        ({"packing_format": "auto_round:awq", "extra_config": {"a.b": {"bits": 8}}}, "unsupported-format", "bits = 8"),
+        ({"extra_config": {"a.b": {"data_type": "nv_fp"}}}, "unsupported-format", "extra_config.a.b.data_type"),
+    ],
+)
+def test_what_auto_round_writes_otherwise_is_refused_by_name(said: dict[str, Any], code: str, word: str) -> None:
+    with pytest.raises(Refused) as caught:
+        announced({"quantization_config": {**ROUND, **said}})
+    (finding,) = caught.value.findings
+    assert finding.code == code
+    assert word in f"{finding.message} {finding.expected} {finding.found}"
 
 
 def scheme_format(quantization: dict[str, Any]) -> Format:
