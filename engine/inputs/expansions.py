@@ -27,11 +27,11 @@ def _llava(settings: Settings) -> Expansion:
     token = settings.token("image_token", "<image>", from_config=_names_no_image_token(settings))
 
     def write(tensors: Tensors, constants: ImageConstants) -> tuple[str, ...]:
-        size = _known_patch(settings, patch)
         images, _, height, width = tensors["pixel_values"].shape
+        size = _known_patch(settings, patch, min(height, width))
         return (token * ((height // size) * (width // size) + extra - drops_one),) * images
 
-    return settings.expansion(token, write)
+    return settings.expansion(token, write, {"pixel_values": 4})
 
 
 def _llava_next(settings: Settings) -> Expansion:
@@ -40,8 +40,8 @@ def _llava_next(settings: Settings) -> Expansion:
     token = settings.token("image_token", "<image>", from_config=_names_no_image_token(settings))
 
     def write(tensors: Tensors, constants: ImageConstants) -> tuple[str, ...]:
-        size = _known_patch(settings, patch)
         height, width = tensors["pixel_values"].shape[-2:]
+        size = _known_patch(settings, patch, min(height, width))
         rows, columns = height // size, width // size
         whole = rows * columns + extra - drops_one
         return tuple(
@@ -49,7 +49,8 @@ def _llava_next(settings: Settings) -> Expansion:
             for picture in tensors["image_sizes"].tolist()
         )
 
-    return settings.expansion(token, write, overrides={"do_pad": True})
+    reads = {"pixel_values": 5, "image_sizes": 2}
+    return settings.expansion(token, write, reads, overrides={"do_pad": True})
 
 
 def _unpadded(picture: list[int], tile: tuple[int, int], patches: tuple[int, int], constants: ImageConstants) -> int:
@@ -64,16 +65,19 @@ def _unpadded(picture: list[int], tile: tuple[int, int], patches: tuple[int, int
 def _llava_keys(settings: Settings) -> tuple[Any, int, bool]:
     patch = settings.get("patch_size", None)
     strategy = settings.get("vision_feature_select_strategy", None)
-    return patch, int(settings.get("num_additional_image_tokens", 0)), strategy == "default"
+    return patch, settings.count("num_additional_image_tokens", 0, least=0), strategy == "default"
 
 
 def _names_no_image_token(settings: Settings) -> bool:
     return "image_token" not in settings.tokenizer.special_tokens
 
 
-def _known_patch(settings: Settings, patch: Any) -> int:
+def _known_patch(settings: Settings, patch: Any, side: int) -> int:
+    """The side of a patch in pixels; refused where no file has it, or where a picture of `side` pixels has no patch."""
     if not isinstance(patch, int) or patch < 1:
         _refuse_unknown_patch(settings, patch)
+    if patch > side:
+        side_files.refuse_value(settings.path, "patch_size", f"at most {side}, the side of the pixel tensor", patch)
     return patch
 
 
@@ -105,7 +109,7 @@ def _grid(token: str, typed: str | None = None, grid: str = "image_grid_thw") ->
             merged = constants["merge_size"] ** 2
             return tuple(image_token * (int(np.prod(sizes)) // merged) for sizes in tensors[grid].tolist())
 
-        return settings.expansion(image_token, write, type_ids=typed)
+        return settings.expansion(image_token, write, {grid: 2}, type_ids=typed)
 
     return read
 
@@ -120,7 +124,7 @@ def _minimax_m3(settings: Settings) -> Expansion:
             first + token * (int(np.prod(sizes)) // merged) + last for sizes in tensors["image_grid_thw"].tolist()
         )
 
-    return settings.expansion(token, write)
+    return settings.expansion(token, write, {"image_grid_thw": 2})
 
 
 def _pixtral(settings: Settings) -> Expansion:
@@ -136,7 +140,8 @@ def _pixtral(settings: Settings) -> Expansion:
             for height, width in tensors["image_sizes"].tolist()
         )
 
-    return settings.expansion(token, write, overrides={"patch_size": {"height": edge, "width": edge}})
+    overrides = {"patch_size": {"height": edge, "width": edge}}
+    return settings.expansion(token, write, {"image_sizes": 2}, overrides=overrides)
 
 
 def _gemma3(settings: Settings) -> Expansion:
@@ -161,7 +166,8 @@ def _gemma3(settings: Settings) -> Expansion:
         "pan_and_scan_max_num_crops": 4,
         "pan_and_scan_min_ratio_to_activate": 1.2,
     }
-    return settings.expansion(begin, write, fill, overrides=overrides, hidden=("num_crops",), type_ids="token_type_ids")
+    more: dict[str, Any] = {"overrides": overrides, "hidden": ("num_crops",), "type_ids": "token_type_ids"}
+    return settings.expansion(begin, write, {"num_crops": 1}, fill, **more)
 
 
 def _internvl(settings: Settings) -> Expansion:
@@ -172,7 +178,8 @@ def _internvl(settings: Settings) -> Expansion:
     def write(tensors: Tensors, constants: ImageConstants) -> tuple[str, ...]:
         return tuple(f"{begin}{fill * count * tiles}{end}" for tiles in tensors["num_patches"].tolist())
 
-    return settings.expansion(fill, write, overrides={"crop_to_patches": True}, hidden=("num_patches",))
+    overrides = {"crop_to_patches": True}
+    return settings.expansion(fill, write, {"num_patches": 1}, overrides=overrides, hidden=("num_patches",))
 
 
 def _idefics3(reads_tokenizer: bool) -> Callable[[Settings], Expansion]:
@@ -199,7 +206,7 @@ def _idefics3(reads_tokenizer: bool) -> Callable[[Settings], Expansion]:
             grids = zip(tensors["rows"].ravel().tolist(), tensors["cols"].ravel().tolist(), strict=True)
             return tuple("".join(text(rows, columns)) for rows, columns in grids)
 
-        return settings.expansion(token, write, hidden=("rows", "cols"))
+        return settings.expansion(token, write, {"rows": 2, "cols": 2}, hidden=("rows", "cols"))
 
     return read
 
@@ -207,7 +214,7 @@ def _idefics3(reads_tokenizer: bool) -> Callable[[Settings], Expansion]:
 def _llama4(settings: Settings) -> Expansion:
     """Llama 4: the patches of each tile, marks between columns and after rows, and the whole picture last."""
     edge = settings.count("patch_size", 14)
-    shuffled = round(1.0 / settings.get("pixel_shuffle_ratio", 0.5) ** 2)
+    shuffled = round(1.0 / settings.share("pixel_shuffle_ratio", 0.5) ** 2)
     token = settings.token("image_token", "<|image|>", from_config=True)
 
     def write(tensors: Tensors, constants: ImageConstants) -> tuple[str, ...]:
@@ -221,7 +228,8 @@ def _llama4(settings: Settings) -> Expansion:
             for rows, columns in tensors["aspect_ratios"].tolist()
         )
 
-    return settings.expansion(token, write, "<|patch|>", hidden=("aspect_ratios",))
+    reads = {"pixel_values": 4, "aspect_ratios": 2}
+    return settings.expansion(token, write, reads, "<|patch|>", hidden=("aspect_ratios",))
 
 
 _QWEN = _grid("<|image_pad|>", "mm_token_type_ids")

@@ -18,6 +18,8 @@ from firstlight.engine.inputs.image_constants import Constant, ImageConstants
 from firstlight.engine.inputs.image_kinds.kind import Tensors
 from firstlight.engine.inputs.tokenizer import Tokenizer
 
+MOST_COUNT = 1 << 16  # tokens for a picture, or pixels of a patch's side: a larger number would fill the memory
+SMALLEST_SHARE = 1 / 64
 Write = Callable[[Tensors, ImageConstants], tuple[str, ...]]
 
 
@@ -27,9 +29,10 @@ class Expansion(msgspec.Struct, frozen=True, kw_only=True):
     A prompt has `token` where a picture belongs. `write` gives the text in its place, one for each picture, from the
     image processor's tensors and constants; every `fill` in it, `fill_id` after tokenizing, is one row of features.
     `write` raises `Refused` where the checkpoint's files do not say enough; a prompt without pictures never asks.
+    `reads`: the tensors that `write` reads and how many dimensions each has; other image processors make others.
     `overrides`: what the class asks of its image processor whatever that one's file says. `hidden`: tensors that only
-    the expansion needs and the model does not get. `type_ids`: the name under which the class marks the tokens in
-    `typed_ids` with 1, if it does.
+    the expansion needs and the model does not get. `type_ids`: the name of a tensor [1, T] that is 1 where a token
+    stands for a picture, if the class makes one.
     """
 
     class_name: str
@@ -37,6 +40,7 @@ class Expansion(msgspec.Struct, frozen=True, kw_only=True):
     fill: str
     fill_id: int
     write: Write
+    reads: Mapping[str, int]
     overrides: Mapping[str, Any] = {}
     hidden: tuple[str, ...] = ()
     type_ids: str | None = None
@@ -59,12 +63,19 @@ class Settings:
         found = self._traced(key, value if value is not None else default, value is not None)
         return found.value
 
-    def count(self, key: str, default: int) -> int:
-        """A whole number above zero."""
+    def count(self, key: str, default: int, least: int = 1) -> int:
+        """A whole number of tokens or pixels."""
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self._refuse(key, "a whole number above zero", value)
+        if type(value) is not int or not least <= value <= MOST_COUNT:
+            side_files.refuse_value(self.path, key, f"a whole number from {least} to {MOST_COUNT:,}", value)
         return value
+
+    def share(self, key: str, default: float) -> float:
+        """A number above 0, at most 1."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not SMALLEST_SHARE <= value <= 1:
+            side_files.refuse_value(self.path, key, f"a number from {SMALLEST_SHARE} to 1", value)
+        return float(value)
 
     def token(self, name: str, default: str | None, from_config: bool = False) -> str:
         """A token by the tokenizer's name for it (image_token), else processor_config.json's or the class's."""
@@ -85,14 +96,17 @@ class Settings:
             )
         token = self.get(name, default) if from_config else self._traced(name, default, False).value
         if not isinstance(token, str) or not token:
-            self._refuse(name, "a token", token)
+            side_files.refuse_value(self.path, name, "a token", token)
         return token
 
     def id_of(self, token: str) -> int:
         """The id of a token; where the tokenizer breaks it up, `Prepared` refuses it with the prompt at hand."""
         return self.tokenizer.encode(token, add_special_tokens=False)[0]
 
-    def expansion(self, token: str, write: Write, fill: str | None = None, **fields: Any) -> Expansion:
+    def expansion(
+        self, token: str, write: Write, reads: Mapping[str, int], fill: str | None = None, **fields: Any
+    ) -> Expansion:
+        """The expansion with what was read so far as its constants."""
         fill = fill or token
         return Expansion(
             class_name=self.class_name,
@@ -100,6 +114,7 @@ class Settings:
             fill=fill,
             fill_id=self.id_of(fill),
             write=write,
+            reads=reads,
             constants=tuple(self.constants),
             **fields,
         )
@@ -108,15 +123,3 @@ class Settings:
         source = f"{self.path.name}: {key}" if is_in_file else f"default of {self.class_name}"
         self.constants.append(Constant(name=key, value=value, source=source))
         return self.constants[-1]
-
-    def _refuse(self, key: str, expected: str, value: Any) -> None:
-        raise Refused(
-            fatal(
-                "side-file-invalid",
-                f"{key} of {self.path.name} cannot be used",
-                file=str(self.path),
-                expected=expected,
-                found=str(value),
-                next=f"correct {key}, or fetch {self.path.name} from the model's release again",
-            )
-        )

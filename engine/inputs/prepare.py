@@ -216,6 +216,7 @@ class Processor:
             return _Filled(text, findings=(self._unknown_class(),) if is_unknown else ())
         self._check_placeholders(text, len(pictures))
         tensors = self.image_processor.process(pictures)
+        self._check_tensors(tensors)
         written = self.expansion.write(tensors, self.image_processor.constants)
         counts = tuple(part.count(self.expansion.fill) for part in written)
         self._check_counts(pictures, counts)
@@ -241,6 +242,7 @@ class Processor:
             "unsupported-block",
             f"processor {self.class_name} is not known: the text went through the tokenizer alone",
             file=str(self._class_file),
+            next="nothing for text; for pictures, add the class to engine/inputs/expansions.py",
         )
 
     def _has_placeholder(self, text: str) -> bool:
@@ -259,6 +261,23 @@ class Processor:
                     next=f"write {token} where each picture belongs, or ask as a conversation, whose template places it"
                     if found < num_pictures
                     else f"give a picture for each {token}, or take {token} out of the text",
+                )
+            )
+
+    def _check_tensors(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Refuses an image processor whose tensors are not those that the processor class counts."""
+        reads = self.expansion.reads
+        lacking = [name for name, dims in reads.items() if name not in tensors or tensors[name].ndim != dims]
+        if lacking:
+            constants = self.image_processor.constants
+            raise Refused(
+                fatal(
+                    "conflicting-flag",
+                    f"{constants.class_name} does not make the tensors that {self.expansion.class_name} needs",
+                    file=constants.file,
+                    expected=", ".join(f"{name} with {reads[name]} dimensions" for name in lacking),
+                    found=", ".join(f"{name} with {array.ndim}" for name, array in tensors.items()),
+                    next="fetch the processor files of one release: processor_class and image_processor_type disagree",
                 )
             )
 
@@ -342,5 +361,6 @@ def _spelled(tokens: Sequence[str], kind: Any, consequence: str) -> Finding:
         f"the prompt contains control tokens: {', '.join(tokens)}; {consequence}",
         expected="text without control tokens",
         found=", ".join(tokens),
+        next="nothing if they are meant; otherwise take them out of the text",
     )
     return finding

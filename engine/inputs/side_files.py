@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -20,6 +20,7 @@ PROCESSOR_CONFIG = "processor_config.json"
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 
 SIDE_FILE_LIMIT_BYTES = 256 << 20
+SHOWN_CHARACTERS = 200  # of a value that is refused
 
 
 def fetch_again(path: Path) -> str:
@@ -110,6 +111,20 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_if_present(path: Path) -> dict[str, Any] | None:
     """The JSON object in a side file, or None where there is no such file."""
     return read_json(path) if path.is_file() else None
+
+
+def refuse_value(path: Path, key: str, expected: str, value: object) -> NoReturn:
+    """Refuses (side-file-invalid) the value of a key in a side file."""
+    raise Refused(
+        fatal(
+            "side-file-invalid",
+            f"{key} of {path.name} cannot be used",
+            file=str(path),
+            expected=expected,
+            found=repr(value)[:SHOWN_CHARACTERS],
+            next=f"correct {key}, or {fetch_again(path)}",
+        )
+    )
 
 
 def missing(path: Path, purpose: str = "", next: str | None = None) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.tokenizer_classes import PIPELINES, Pipeline, effective_class
 
+TOKEN = "a text, or an object whose content is a text"
+MOST_DIGITS = 18  # of a token id
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,7 +49,31 @@ def read_special_tokens(
     if isinstance(extra, Mapping):
         named.update({name: token for name, token in extra.items() if _is_token(token)})
         extra = []
-    return named, [token for token in extra if _is_token(token)]
+    if not isinstance(extra, list) or not all(map(_is_token, extra)):
+        side_files.refuse_value(
+            directory / side_files.TOKENIZER_CONFIG, "extra_special_tokens", f"a list of tokens: {TOKEN}", extra
+        )
+    return named, extra
+
+
+def tokens_by_id(path: Path, key: str, value: object) -> dict[int, Any]:
+    """Tokens by their ids, as `added_tokens_decoder` has them; raises `Refused` (side-file-invalid)."""
+    expected = f"an object of tokens by id, each {TOKEN}"
+    if not isinstance(value, Mapping):
+        side_files.refuse_value(path, key, expected, value)
+    for id_, token in value.items():
+        if not id_.isdecimal() or len(id_) > MOST_DIGITS or not _is_token(token):
+            side_files.refuse_value(path, key, expected, {id_: token})
+    return {int(id_): token for id_, token in value.items()}
+
+
+def ids_by_text(path: Path) -> dict[str, int]:
+    """The ids of added_tokens.json by the tokens' texts; empty where there is no such file. Raises `Refused`."""
+    found = side_files.read_json_if_present(path) or {}
+    for text, id_ in found.items():
+        if type(id_) is not int or id_ < 0:
+            side_files.refuse_value(path, repr(text), "the id of a token", id_)
+    return found
 
 
 def _is_token(value: Any) -> bool:

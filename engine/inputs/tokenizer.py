@@ -12,7 +12,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.byte_pieces import Pieces, pieces_of
-from firstlight.engine.inputs.special_tokens import content_of, read_special_tokens
+from firstlight.engine.inputs.special_tokens import content_of, ids_by_text, read_special_tokens, tokens_by_id
 from firstlight.engine.inputs.tokenizer_classes import BACKEND_NAMES, PIPELINES, Pipeline, effective_class
 
 if TYPE_CHECKING:
@@ -262,15 +262,15 @@ def _listed_tokens(
 ) -> list[Any]:
     """The added tokens with the flags that count, by id: tokenizer_config.json's where it lists them."""
     if "added_tokens_decoder" in options:
-        by_id = {int(id_): token for id_, token in options["added_tokens_decoder"].items()}
+        key = "added_tokens_decoder"
+        by_id = tokens_by_id(directory / side_files.TOKENIZER_CONFIG, key, options[key])
     else:
         special = {content_of(token) for token in (*named.values(), *extra)}
-        old = side_files.read_json_if_present(directory / "added_tokens.json") or {}
         by_id = {
             id_: {"content": token, "normalized": token not in special, "special": token in special}
-            for token, id_ in old.items()
+            for token, id_ in ids_by_text(directory / "added_tokens.json").items()
         }
-        by_id.update({int(token["id"]): token for token in parsed.added_tokens})
+        by_id.update({token["id"]: token for token in parsed.added_tokens})
     return [by_id[id_] for id_ in sorted(by_id)]
 
 
@@ -318,7 +318,7 @@ def _eos_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], st
         config = side_files.read_json_if_present(directory / name) or {}
         for value in (config.get("eos_token_id"), side_files.nested(config, "text_config", "eos_token_id")):
             ids = value if isinstance(value, list) else [value]
-            if all(isinstance(id_, int) for id_ in ids) and ids:
+            if all(type(id_) is int for id_ in ids) and ids:
                 return tuple(ids), name
     eos = tokenizer.special_tokens.get("eos_token")
     id_ = tokenizer.token_id(eos) if eos is not None else None

@@ -15,6 +15,7 @@ from firstlight.engine.inputs.image_kinds.kind import (
     SHORTEST,
     ImageKind,
     Tensors,
+    check_tiles,
     pixels_of,
     refuse,
     resized,
@@ -59,6 +60,7 @@ def _tiles(constants: ImageConstants, picture: Picture) -> Iterator[NDArray[np.u
     size, crop = constants["size"], constants["crop_size"]
     whole = (size["height"], size["width"]) if "height" in size else (size["shortest_edge"],) * 2
     edge = crop["height"] if crop else whole[0]
+    check_tiles(picture, (-(-best[0] // edge), -(-best[1] // edge)))
     yield resized(constants, picture, image, whole)
     shape = _fitted(height, width, best)
     frame = np.zeros((image.shape[0], *best), dtype=image.dtype)

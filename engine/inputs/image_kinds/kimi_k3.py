@@ -40,7 +40,7 @@ def on_board(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
     for picture in pictures:
         image_HWC = _scaled(constants, picture)
         factor = constants["patch_size"] * constants["merge_size"]
-        image_CHW = _normalized(constants, to_blocks(image_HWC.transpose(2, 0, 1), factor))
+        image_CHW = _normalized(constants, to_blocks(picture, image_HWC.transpose(2, 0, 1), factor))
         rows, grid = row_order(image_CHW, constants["patch_size"])
         patches.append(rows)
         grids.append((1, *grid))

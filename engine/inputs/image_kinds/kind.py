@@ -34,6 +34,7 @@ COMMON: Mapping[str, Any] = {
 
 # No step may make a picture larger than this; a processor of 384 pixels makes fewer than one of these 64 million.
 MAX_STEP_PIXELS = 64_000_000
+MAX_TILES = 1024  # of a picture
 
 HEIGHT_WIDTH = frozenset({"height", "width"})
 SHORTEST = frozenset({"shortest_edge"})
@@ -52,6 +53,7 @@ class ImageKind(msgspec.Struct, frozen=True, kw_only=True):
     `defaults`: what the class takes for a key that the file leaves out; its keys, with `more`, are all that are read.
     `sizes`: the keys that `size` may have. `steps`: pictures to tensors under the vendor's names. `renamed`: keys that
     stand in the file under another name, as (key, value, where); it is given the file's keys and the defaults.
+    `limits`: the largest value of a key, where the class counts by it what others do not.
     `tags`: tensors whose values are those of a dtype numpy lacks. `torchvision`: the class needs it in
     transformers, and resizes as it does.
     """
@@ -61,6 +63,7 @@ class ImageKind(msgspec.Struct, frozen=True, kw_only=True):
     more: tuple[str, ...] = ()
     sizes: tuple[frozenset[str], ...] = (HEIGHT_WIDTH, SHORTEST, SHORTEST_LONGEST, WITHIN)
     renamed: Renamed | None = None
+    limits: Mapping[str, int] = {}
     tags: Mapping[str, str] = {}
     torchvision: bool = False
 
@@ -126,6 +129,12 @@ def check_shape(picture: Picture, step: str, shape: tuple[int, int]) -> None:
             next="crop or scale the picture so that its sides are less unequal",
         )
     )
+
+
+def check_tiles(picture: Picture, grid: tuple[int, int]) -> None:
+    """Refuses (bad-image) a picture that would be cut into more tiles than a model takes."""
+    if grid[0] * grid[1] > MAX_TILES:
+        refuse(picture, "cut into too many tiles", f"at most {MAX_TILES} tiles", f"{grid[0]} rows of {grid[1]}")
 
 
 def check_aspect(picture: Picture, limit: float) -> None:

@@ -86,6 +86,8 @@ def merged_patches(
             if constants["do_resize"]:
                 image = resized(constants, picture, image, shape_of(constants, image.shape[1], image.shape[2]))
             _check_multiple(constants, picture, image.shape[1:])
+            frames = constants["temporal_patch_size"]
+            check_shape(picture, f"repeating it as {frames} frames", (frames * image.shape[1], image.shape[2]))
             rows, grid = _merge_order(constants, coloured(constants, image))
             patches.append(rows)
             grids.append((1, *grid))
@@ -128,9 +130,8 @@ def navit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
         image = pixels_of(picture)
         if constants["do_resize"]:
             shape = navit_shape(constants, image.shape[1], image.shape[2])
-            image = to_blocks(
-                resized(constants, picture, image, shape), constants["patch_size"] * constants["merge_size"]
-            )
+            image = resized(constants, picture, image, shape)
+            image = to_blocks(picture, image, constants["patch_size"] * constants["merge_size"])
         _check_multiple(constants, picture, image.shape[1:])
         rows, grid = row_order(finished_at_once(constants, image), constants["patch_size"])
         patches.append(rows)
@@ -160,7 +161,7 @@ def moonvit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
             shape = int(image.shape[1] * scale), int(image.shape[2] * scale)
             image = resized(constants, picture, image, shape, f"scaling to {limit} patches")
         if constants["pad_input"]:
-            image = to_blocks(image, size * constants["merge_size"])
+            image = to_blocks(picture, image, size * constants["merge_size"])
         else:
             whole = image.shape[1] // size * size, image.shape[2] // size * size
             check_shape(picture, f"cropping to patches of {size}", whole)
@@ -177,10 +178,11 @@ def moonvit(constants: ImageConstants, pictures: Sequence[Picture]) -> Tensors:
 MOONVIT_SIDE = 512
 
 
-def to_blocks(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
-    """The picture padded with zeros below and on the right to multiples of `factor`."""
-    height, width = (-(-side // factor) * factor for side in image.shape[1:])
-    return steps.pad_to(image, (height, width))
+def to_blocks(picture: Picture, image_CHW: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """The picture's pixels padded with zeros below and on the right to multiples of `factor`."""
+    height, width = (-(-side // factor) * factor for side in image_CHW.shape[1:])
+    check_shape(picture, f"padding to multiples of {factor}", (height, width))
+    return steps.pad_to(image_CHW, (height, width))
 
 
 def row_order(image_CHW: steps.Array, size: int) -> tuple[NDArray[np.float32], tuple[int, int]]:

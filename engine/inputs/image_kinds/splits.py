@@ -19,6 +19,7 @@ from firstlight.engine.inputs.image_kinds.kind import (
     LONGEST,
     ImageKind,
     Tensors,
+    check_tiles,
     finished,
     pixels_of,
     resized,
@@ -97,6 +98,7 @@ def _parts(constants: ImageConstants, picture: Picture) -> tuple[list[NDArray[np
     height, width = image.shape[1:]
     image = resized(constants, picture, image, whole_tiles(height, width, edge), f"whole tiles of {edge}")
     grid = image.shape[1] // edge, image.shape[2] // edge
+    check_tiles(picture, grid)
     if grid == (1, 1):
         return [image], (0, 0)
     return [*cut(image, grid), resized(constants, picture, image, (edge, edge))], grid

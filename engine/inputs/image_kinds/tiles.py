@@ -19,6 +19,7 @@ from firstlight.engine.inputs.image_kinds.kind import (
     COMMON,
     HALF,
     HEIGHT_WIDTH,
+    MAX_TILES,
     ImageKind,
     Tensors,
     finished,
@@ -175,6 +176,7 @@ GOT_OCR2 = ImageKind(
         "min_patches": 1,
         "max_patches": 12,
     },
+    limits={"min_patches": MAX_TILES, "max_patches": MAX_TILES},
     sizes=(HEIGHT_WIDTH,),
     steps=stretched,
 )
@@ -189,6 +191,7 @@ LLAMA4 = ImageKind(
         "max_patches": 16,
         "resize_to_max_canvas": False,
     },
+    limits={"max_patches": MAX_TILES},
     sizes=(HEIGHT_WIDTH,),
     steps=padded,
     tags={"pixel_values": "BF16"},
