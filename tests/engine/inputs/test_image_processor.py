@@ -224,6 +224,9 @@ BAD = [
     ("resample", 9),
     ("resample", "bicubic"),
     ("rescale_factor", "1/255"),
+    ("rescale_factor", 10**400),
+    ("do_resize", "false"),
+    ("crop_size", {"height": 1 << 20, "width": 1 << 20}),
 ]
 
 

@@ -281,6 +281,18 @@ def test_text_needs_no_processor_and_pictures_name_the_absent_file(copy_of: Call
     assert caught.value.findings[0].found == "no such file"
 
 
+def test_counts_that_no_model_has_and_processors_of_two_models_are_refused(copy_of: Callable[[str], Path]) -> None:
+    directory = copy_of("vlm")
+    for count in ([], "1", -1, 1 << 40):
+        change(directory, num_additional_image_tokens=count)
+        assert code_of(directory)[0] == "side-file-invalid"
+    change(directory, num_additional_image_tokens=0, processor_class="Qwen2VLProcessor")
+    assert code_of(directory, "<|image_pad|>")[0] == "conflicting-flag"
+    repeated = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 1 << 12, "patch_size": 2}
+    change(directory, image_processor={**repeated, "size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 20}})
+    assert code_of(directory, "<|image_pad|>")[0] == "bad-image"
+
+
 def test_two_files_that_contradict_each_other_are_shown(copy_of: Callable[[str], Path]) -> None:
     directory = copy_of("vlm")
     write_json(directory / "preprocessor_config.json", {**IMAGE_PROCESSOR, "image_mean": [0.4, 0.4, 0.4]})

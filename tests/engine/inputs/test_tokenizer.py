@@ -321,6 +321,28 @@ def test_broken_tokenizer_is_refused(copy_of: Callable[[str], Path], text: str) 
     assert (finding.code, finding.file) == ("side-file-invalid", str(directory / "tokenizer.json"))
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": "text"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"special": True}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"five": {"content": "<a>"}}}),
+        ("tokenizer_config.json", {"additional_special_tokens": "<a>"}),
+        ("tokenizer_config.json", {"extra_special_tokens": [7]}),
+        ("added_tokens.json", {"<a>": "7"}),
+    ],
+)
+def test_tokens_that_are_none_are_refused(copy_of: Callable[[str], Path], file: str, content: Any) -> None:
+    directory = copy_of("text")
+    write_json(directory / file, content)
+    with pytest.raises(Refused) as caught:
+        Tokenizer.open(directory)
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.file) == ("side-file-invalid", str(directory / file))
+    assert finding.expected
+    assert finding.next
+
+
 def test_the_table_of_classes_agrees_with_transformers() -> None:
     from transformers.models.auto import tokenization_auto
 
