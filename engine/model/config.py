@@ -45,6 +45,7 @@ class Config:
         self.raw = raw
         self.where = where
         self._names: dict[str, str] = {}  # ours -> the file's, where it has an older one
+        self._assumed: dict[str, Any] = {}  # what the architecture's own code takes where the file is silent
         self._read: dict[str, None] = {}  # in the order of the latest reading
         self._subs: dict[str, Config] = {}
         self.findings: list[Finding] = []
@@ -78,7 +79,10 @@ class Config:
         """Raises `Refused` for a value that cannot be what its key asks for."""
         if isinstance(value, str) and value.lower() in ("true", "false"):  # every text counts as true in Python
             self.refuse(key, value, "true or false, without quotes")
-        if (found := impossible(key, value, default)) is not None:
+        assumed = self._assumed.get(key)
+        if type(value) is type(assumed) and value == assumed:  # the architecture's own code computes with it
+            return
+        if (found := impossible(key, value, assumed if default is None else default)) is not None:
             self.refuse(*found)
 
     def stated(self, key: str, absent: Any) -> Any:
@@ -95,6 +99,11 @@ class Config:
         """
         if any(name in self.raw for name in SHARED_EXPERTS):
             values = {key: value for key, value in values.items() if key not in SHARED_EXPERTS}
+        self._assumed.update(values)
+        self._fill(values)
+
+    def _fill(self, values: Mapping[str, Any]) -> None:
+        """Values read from now on as if the file held them, where it is silent."""
         for key in values.keys() - self.raw.keys():
             self._note(key)
         self.raw = {**values, **self.raw}
@@ -105,7 +114,7 @@ class Config:
         self._names.update(there)
         for theirs in names.values():
             self._note(theirs)
-        self.assume(**{ours: self.raw[theirs] for ours, theirs in there.items()})
+        self._fill({ours: self.raw[theirs] for ours, theirs in there.items()})
 
     def _named(self, key: str) -> str:
         """The key as the file spells it."""

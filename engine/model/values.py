@@ -50,13 +50,14 @@ Holds = Callable[[Any], bool]
 def impossible(key: str, value: Any, default: Any = None) -> tuple[str, Any, str] | None:
     """The key, the value and what was expected, where `value` cannot be what `key` asks for; None: it can.
 
-    `default` is what stands in for an absent value, and says by its type what is meant where the name does not.
+    `default` is what stands in for an absent value. Where it is a flag, a text or a fraction, its type decides what is
+    possible; otherwise the name of the key does.
     """
     if value is None or value == "auto":
         return None
     if key in _OBJECTS:
         return _of_positions(key, value)
-    expected, holds = _kind(key, type(default).__name__)
+    expected, holds = _kind(key, _type_of(default))
     if holds is None or holds(value) or (isinstance(value, Mapping) and key.endswith("image_size")):  # its sides
         return None
     return key, value, expected
@@ -82,6 +83,12 @@ def asks_for_numbers(key: str) -> bool:
     return bool(_kind(key, "NoneType")[0])
 
 
+def _type_of(default: Any) -> str:
+    """The type of what stands in, by its name; a float that counts nothing is a fraction."""
+    fraction = isinstance(default, float) and not default.is_integer()
+    return "fraction" if fraction else type(default).__name__
+
+
 @lru_cache(maxsize=4096)
 def _kind(key: str, default: str) -> tuple[str, Holds | None]:
     """What a key holds, in words and as a question; `default` is the type of what stands in for it, by its name.
@@ -92,12 +99,12 @@ def _kind(key: str, default: str) -> tuple[str, Holds | None]:
         return "", None
     if default == "bool":
         return "true or false", lambda value: value in (0, 1)
-    if _NUMBER.fullmatch(key) or (default == "float" and not _WHOLE.fullmatch(key)):
+    if default == "str":
+        return "a name", lambda value: isinstance(value, str | int) and not isinstance(value, bool)
+    if default == "fraction" or _NUMBER.fullmatch(key) or (default == "float" and not _WHOLE.fullmatch(key)):
         return _number(key)
     if default == "int" or _WHOLE.fullmatch(key):
         return _whole(key)
-    if default == "str":
-        return "a name", lambda value: isinstance(value, str | int) and not isinstance(value, bool)
     if default == "list":
         return "a list", lambda value: isinstance(value, list | tuple) or type(value) is int
     return "", None

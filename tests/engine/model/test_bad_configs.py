@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.model.config import Config
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.plan import totals
 from firstlight.engine.weights.formats.registry import stored_format
@@ -162,3 +163,32 @@ def test_nothing_is_computed_with_a_value_that_cannot_be(name: str, place: str, 
     assert key in said or above[-1] in said
     assert finding.expected
     assert str(value).strip("'")[:40] in said
+
+
+@pytest.mark.parametrize(
+    ("key", "default", "right", "wrong"),
+    [
+        ("share_tower_layers", False, True, 3),
+        ("scaling", "mean", "std", True),
+        ("window_size", 0.5, 0.25, "half"),
+        ("query_scale", None, 0.5, "half"),
+        ("num_planes", None, 2, 0.5),
+    ],
+)
+def test_what_stands_in_decides_before_a_name_that_misleads(key: str, default: Any, right: Any, wrong: Any) -> None:
+    assert Config({key: right}).get(key, default) == right
+    with pytest.raises(Refused, match=f"{key} has an impossible value"):
+        Config({key: wrong}).get(key, default)
+
+
+def test_what_an_architecture_computes_with_is_possible() -> None:
+    with pytest.raises(Refused, match="head_dim"):
+        Config({"head_dim": 0}).get("head_dim")
+    for raw in ({}, {"head_dim": 0}):
+        config = Config(raw)
+        config.assume(head_dim=0)
+        assert config.get("head_dim") == 0
+    config = Config({"head_dim": True})
+    config.assume(head_dim=1)
+    with pytest.raises(Refused, match="head_dim"):
+        config.get("head_dim")
