@@ -10,10 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.encoder import refuse_unfit
 from firstlight.engine.model.layers.vision import VisionTower
 
 
@@ -26,17 +25,7 @@ class AnyRes:
         self._row_end_W = weights.into("projector").tensor("row_end")
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        problem = self.spec.problem(tensors)
-        if problem is not None:
-            raise Refused(
-                fatal(
-                    "bad-image",
-                    "the picture tensors are not what the vision tower takes",
-                    expected=problem[0],
-                    found=problem[1],
-                    next="preprocess the picture with the checkpoint's own processor",
-                )
-            )
+        refuse_unfit(self.spec.problem(tensors))
         sizes = [(int(size[0]), int(size[1])) for size in tensors["image_sizes"]]
         grids = [self.spec.grid(*size) for size in sizes]
         counts = [1 + rows * columns for rows, columns in grids]

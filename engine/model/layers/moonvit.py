@@ -1,21 +1,20 @@
 """MoonViT and its projector; see the spec of the same name. It is small and runs once a picture: every rank has all.
 
-Legend: T patches of all pictures, C channels, Y X pixels, H tower width, N heads, D head dim, A = D / 2 angles, M
+Legend: T patches of all pictures, C channels, Y X pixels, H tower width, A = head dim / 2 angles, M
 merged features, K patches of a merging kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.encoder import EncoderLayer, Setting, refuse_unfit
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
@@ -35,18 +34,20 @@ class MoonViT:
             side = spec.grid[0]
             table_YXH = table_YXH.flatten(0, 1)[: side**2].unflatten(0, (side, side))
         self._position_HYX = table_YXH.permute(2, 0, 1)
-        self._layers = [_Layer(layer, tower.into(f"layers.{i}")) for i, layer in enumerate(spec.layers)]
+        self._layers = [EncoderLayer(layer, tower.into(f"layers.{i}")) for i, layer in enumerate(spec.layers)]
         self._norm = Norm(spec.norm, tower.into("norm"))
         self._project = _Projector(spec.projector, weights.into("projector"))
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        pixels, shapes = tensors["pixel_values"], self._check(tensors)
+        refuse_unfit(self.spec.problem(tensors))
+        pixels, shapes = tensors["pixel_values"], self.spec.shapes(tensors)
         x_TH = F.linear(pixels.flatten(1).to(self._patch.dtype), self._patch, self._patch_bias_H)
         x_TH = x_TH + torch.cat([self._positions(shape) for shape in shapes])
         turns_TA = torch.cat([self._turns(shape) for shape in shapes])
-        lengths = [frames * rows * columns for frames, rows, columns in shapes]
+        lengths = tuple(frames * rows * columns for frames, rows, columns in shapes)
+        pictures = Setting(turns_TA, lengths, layout="pairs")
         for layer in self._layers:
-            x_TH = layer(x_TH, turns_TA, lengths)
+            x_TH = layer(x_TH, pictures)
         parts = zip(self._norm(x_TH).split(lengths), shapes, strict=True)
         return self._project(torch.cat([self._merge(part_TH, shape) for part_TH, shape in parts]))
 
@@ -81,67 +82,12 @@ class MoonViT:
         grid = x_TH.view(frames, rows // down, down, columns // across, across, -1).float().mean(0).to(x_TH.dtype)
         return grid.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> list[Shape]:
-        problem = self.spec.problem(tensors)
-        if problem is not None:
-            expected, found = problem
-            raise Refused(
-                fatal(
-                    "bad-image",
-                    "the picture tensors are not what the vision tower takes",
-                    expected=expected,
-                    found=found,
-                    next="preprocess the picture with the checkpoint's own processor",
-                )
-            )
-        return self.spec.shapes(tensors)
-
 
 def _sines(frames: int, width: int, device: torch.device) -> Tensor:
     """Sine and cosine of each frame's number, [frames, width]."""
     steps = torch.arange(width // 2, dtype=torch.float32, device=device)
     angles = torch.arange(frames, device=device).unsqueeze(1) * 10000.0 ** (-steps / (width / 2))
     return torch.cat((angles.sin(), angles.cos()), dim=1)
-
-
-class _Layer:
-    """One encoder layer: attention within each picture and an MLP, each behind its norm."""
-
-    def __init__(self, spec: specs.LayerSpec, weights: Access) -> None:
-        assert isinstance(spec.mixer, specs.Attention)
-        assert isinstance(spec.ffn, specs.MLP)
-        assert spec.mixer_norm is not None
-        assert spec.ffn_norm is not None
-        self._attention = spec.mixer
-        self._activation = ACTIVATIONS[spec.ffn.activation]
-        self._mixer_norm = Norm(spec.mixer_norm, weights.into("mixer_norm"))
-        self._ffn_norm = Norm(spec.ffn_norm, weights.into("ffn_norm"))
-        self._qkv, self._o = weights.into("mixer").linear("qkv"), weights.into("mixer").linear("o")
-        self._up, self._down = weights.into("ffn").linear("up"), weights.into("ffn").linear("down")
-
-    def __call__(self, x_TH: Tensor, turns_TA: Tensor, lengths: Sequence[int]) -> Tensor:
-        x_TH = x_TH + self._attend(self._mixer_norm(x_TH), turns_TA, lengths)
-        return x_TH + self._down(self._activation(self._up(self._ffn_norm(x_TH))))
-
-    def _attend(self, x_TH: Tensor, turns_TA: Tensor, lengths: Sequence[int]) -> Tensor:
-        spec = self._attention
-        q_TND, k_TND, v_TND = self._qkv(x_TH).unflatten(-1, (3, spec.num_heads, spec.head_dim)).unbind(1)
-        q_TND, k_TND = _turned(q_TND, turns_TA), _turned(k_TND, turns_TA)
-        pictures = zip(q_TND.split(lengths), k_TND.split(lengths), v_TND.split(lengths), strict=True)
-        out = [_attention(q, k, v, spec.scale) for q, k, v in pictures]
-        return self._o(torch.cat(out))
-
-
-def _turned(x_TND: Tensor, turns_TA: Tensor) -> Tensor:
-    """Neighbouring pairs of each head rotated, in float32."""
-    pairs = torch.view_as_complex(x_TND.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turns_TA.unsqueeze(1)).flatten(-2).to(x_TND.dtype)
-
-
-def _attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, scale: float) -> Tensor:
-    """Every patch of a picture sees all of it; [T, N * D]."""
-    q_NTD, k_NTD, v_NTD = (one.transpose(0, 1) for one in (q_TND, k_TND, v_TND))
-    return F.scaled_dot_product_attention(q_NTD, k_NTD, v_NTD, scale=scale).transpose(0, 1).flatten(1)
 
 
 class _Projector:

@@ -1,6 +1,6 @@
 """CLIP- and SigLIP-type vision tower with its projector. It is small and runs once a picture: every rank has all of it.
 
-Legend: B pictures, C channels, Y X pixels, P patches, S = P (+ 1 class token), H tower width, N heads, D head dim.
+Legend: B pictures, C channels, Y X pixels, P patches, S = P (+ 1 class token), H tower width, T = B * S.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
 from firstlight.engine.model.layers.access import Access
+from firstlight.engine.model.layers.encoder import EncoderLayer, Setting, refuse_unfit
 from firstlight.engine.model.layers.norm import Norm
-from firstlight.engine.model.spec import MLP, LayerSpec, Projector, VisionSpec
-from firstlight.engine.model.spec import Attention as AttentionSpec
+from firstlight.engine.model.spec import Projector, VisionSpec
 from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
 
@@ -31,11 +29,11 @@ class VisionTower:
         self._class_H = tower.maybe("class_embed")
         self._position_SH = tower.tensor("position_embed.weight")
         self._pre_norm = Norm(spec.pre_norm, tower.into("pre_norm")) if spec.pre_norm else None
-        self._layers = [_Layer(layer, tower.into(f"layers.{i}")) for i, layer in enumerate(spec.layers)]
+        self._layers = [EncoderLayer(layer, tower.into(f"layers.{i}")) for i, layer in enumerate(spec.layers)]
         self._project = _Projector(spec.projector, weights.into("projector"))
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        states = self._states(self._check(tensors))
+        states = self._states(self._pixels(tensors))
         count = len(self._layers)
         chosen = [states[index % (count + 1)] for index in self.spec.feature_layers]
         if self.spec.drop_first:
@@ -46,10 +44,11 @@ class VisionTower:
         """The hidden states that are asked for, by index (0 is the embedding); later layers are not run."""
         wanted = {index % (len(self._layers) + 1) for index in self.spec.feature_layers}
         x_BSH = self._embed(pixels_BCYX)
-        states = {0: x_BSH}
+        pictures = Setting(turns_TA=None, lengths=(x_BSH.shape[1],) * x_BSH.shape[0])
+        states, x_TH = {0: x_BSH}, x_BSH.flatten(0, 1)
         for index, layer in enumerate(self._layers[: max(wanted)], start=1):
-            x_BSH = layer(x_BSH)
-            states[index] = x_BSH
+            x_TH = layer(x_TH, pictures)
+            states[index] = x_TH.view_as(x_BSH)
         return {index: states[index] for index in wanted}
 
     def _embed(self, pixels_BCYX: Tensor) -> Tensor:
@@ -62,48 +61,13 @@ class VisionTower:
         x_BSH = x_BSH + self._position_SH
         return x_BSH if self._pre_norm is None else self._pre_norm(x_BSH)
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _pixels(self, tensors: Mapping[str, Tensor]) -> Tensor:
         size, channels = self.spec.image_size, self.spec.channels
-        pixels = tensors.get("pixel_values")
-        if pixels is None or pixels.dim() != 4 or tuple(pixels.shape[1:]) != (channels, size, size):
-            raise Refused(
-                fatal(
-                    "bad-image",
-                    "the picture tensor is not what the vision tower takes",
-                    expected=f"pixel_values [pictures, {channels}, {size}, {size}]",
-                    found="no pixel_values" if pixels is None else f"pixel_values {list(pixels.shape)}",
-                    next="preprocess the picture with the checkpoint's own processor",
-                )
-            )
+        pixels = tensors.get("pixel_values", torch.empty(0))
+        if pixels.dim() != 4 or tuple(pixels.shape[1:]) != (channels, size, size):
+            found = f"pixel_values {list(pixels.shape)}" if "pixel_values" in tensors else "no pixel_values"
+            refuse_unfit((f"pixel_values [pictures, {channels}, {size}, {size}]", found))
         return pixels
-
-
-class _Layer:
-    """One encoder layer: bidirectional attention and an MLP, each behind its norm."""
-
-    def __init__(self, spec: LayerSpec, weights: Access) -> None:
-        assert isinstance(spec.mixer, AttentionSpec)
-        assert isinstance(spec.ffn, MLP)
-        assert not spec.ffn.gated
-        assert spec.mixer_norm is not None
-        assert spec.ffn_norm is not None
-        self._attention = spec.mixer
-        self._activation = ACTIVATIONS[spec.ffn.activation]
-        self._mixer_norm = Norm(spec.mixer_norm, weights.into("mixer_norm"))
-        self._ffn_norm = Norm(spec.ffn_norm, weights.into("ffn_norm"))
-        self._qkv, self._o = weights.into("mixer").linear("qkv"), weights.into("mixer").linear("o")
-        self._up, self._down = weights.into("ffn").linear("up"), weights.into("ffn").linear("down")
-
-    def __call__(self, x_BSH: Tensor) -> Tensor:
-        x_BSH = x_BSH + self._attend(self._mixer_norm(x_BSH))
-        return x_BSH + self._down(self._activation(self._up(self._ffn_norm(x_BSH))))
-
-    def _attend(self, x_BSH: Tensor) -> Tensor:
-        spec = self._attention
-        heads = self._qkv(x_BSH).unflatten(-1, (3, spec.num_heads, spec.head_dim))
-        q_BNSD, k_BNSD, v_BNSD = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        out_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, scale=spec.scale)
-        return self._o(out_BNSD.transpose(1, 2).flatten(2))
 
 
 class _Projector:
