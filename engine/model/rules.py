@@ -151,33 +151,19 @@ def _number(param: str, where: dict[str, int]) -> str:
 
 def _pattern(tensor: str) -> str:
     """The regular expression of a pattern: alternatives kept, `{i}` a named run of digits, the rest literal."""
-    pieces = re.split(r"(\{[\w*]+\}|[(|)])", tensor)
-    return "".join(
-        ".*"
-        if piece == "{*}"
-        else f"(?P<{piece[1:-1]}>\\d+)"
-        if piece.startswith("{")
-        else "(?:"
-        if piece == "("
-        else piece
-        if piece in ("|", ")")
-        else re.escape(piece)
-        for piece in pieces
-    )
+    return _expression(tensor, lambda name: f"(?P<{name}>\\d+)", re.escape)
 
 
 def _kind_pattern(tensor: str) -> str:
     """The same for names with `*` in place of some numbers: what does not match speaks of no name of the kind."""
+    return _expression(tensor, lambda _: r"(?:\d+|\*)", lambda text: re.sub(r"\d+", r"(?:\g<0>|\\*)", re.escape(text)))
+
+
+def _expression(tensor: str, number: Callable[[str], str], literal: Callable[[str], str]) -> str:
+    """A pattern as a regular expression, with what `number` makes of `{i}` and `literal` of plain text."""
+    signs = {"{*}": ".*", "(": "(?:", "|": "|", ")": ")"}
     pieces = re.split(r"(\{[\w*]+\}|[(|)])", tensor)
     return "".join(
-        ".*"
-        if piece == "{*}"
-        else r"(?:\d+|\*)"
-        if piece.startswith("{")
-        else "(?:"
-        if piece == "("
-        else piece
-        if piece in ("|", ")")
-        else re.sub(r"\d+", r"(?:\g<0>|\\*)", re.escape(piece))
+        signs[piece] if piece in signs else number(piece[1:-1]) if piece.startswith("{") else literal(piece)
         for piece in pieces
     )
