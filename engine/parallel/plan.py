@@ -154,18 +154,30 @@ def make_plan(
     ranker = Ranker(layouts, Roofline(spec, cluster, exchange), concurrency)
     ranking = ranker.ranked(objective) if mesh is None else ()
     chosen, concurrency = _choose(mesh, ranking, layouts, objective, concurrency)
-    ranks = layouts.ranks(chosen, concurrency)
-    needed = layouts.fewest()
-    binding, reason = _binding(chosen, fullest(ranks), usable)
+    return _laid_out(ranker, chosen, concurrency, totals(spec, stored, cache_dtype), objective, ranking)
+
+
+def _laid_out(
+    ranker: Ranker,
+    mesh: Mesh,
+    concurrency: int,
+    facts: Totals,
+    objective: Objective,
+    ranking: tuple[Candidate, ...],
+) -> Plan:
+    """The plan of one layout: what each rank holds, whether it fits and, where it does not, the nearest that does."""
+    layouts = ranker.layouts
+    ranks, needed, usable = layouts.ranks(mesh, concurrency), layouts.fewest(), layouts.usable_bytes
+    binding, reason = _binding(mesh, fullest(ranks), usable)
     fits = fullest(ranks).total <= usable
     nearest = None if fits else layouts.best("devices", concurrency) or layouts.fewest_for(concurrency)
-    too_much = () if fits else (_does_not_fit(layouts, chosen, ranks, concurrency, nearest),)
+    too_much = () if fits else (_does_not_fit(layouts, mesh, ranks, concurrency, nearest),)
     return Plan(
-        mesh=chosen,
-        cluster=cluster,
-        totals=totals(spec, stored, cache_dtype),
+        mesh=mesh,
+        cluster=layouts.cluster,
+        totals=facts,
         ranks=ranks,
-        context=context,
+        context=layouts.context,
         concurrency=concurrency,
         usable_bytes=usable,
         fits=fits,
@@ -173,9 +185,9 @@ def make_plan(
         binding_reason=reason,
         devices_needed=needed.world_size if needed else None,
         nearest=nearest,
-        findings=(*too_much, *_cut_blocks(layouts, chosen), *_beyond_positions(spec, context)),
+        findings=(*too_much, *_cut_blocks(layouts, mesh), *_beyond_positions(layouts.spec, layouts.context)),
         objective=objective,
-        estimate=ranker.candidate(chosen, concurrency),
+        estimate=ranker.candidate(mesh, concurrency),
         ranking=ranking,
     )
 

@@ -60,30 +60,12 @@ def rope(
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     by_kind = kind is not None and isinstance(new.get(kind), Mapping)
     new = new[kind] if by_kind else _of_one_kind(config, new)
-    base = None if by_kind else config.get("rope_theta")
-    named = new.get("rope_theta")
-    if base is not None and named is not None and float(base) != float(named):
-        config.warn(
-            "conflicting-flag",
-            "rope_theta and rope_parameters.rope_theta disagree; rope_parameters is used",
-            expected=f"rope_parameters.rope_theta = {named}",
-            found=f"rope_theta = {base}",
-            next="verify at positions beyond 4,000, where a wrong base shows",
-        )
+    value = _base(
+        config, new.get("rope_theta"), old.get("rope_theta"), None if by_kind else config.get("rope_theta"), theta
+    )
     both = {**old, **new}
     fields = {key: value for key, value in both.items() if value is not None and key not in read_elsewhere}
     share = 1.0 if "partial_rotary_factor" in read_elsewhere else _rotated_share(config, fields, partial)
-    value = next((float(v) for v in (named, old.get("rope_theta"), base) if v is not None), None)
-    if value is None:
-        config.warn(
-            "config-invalid",
-            f"no rope base in {config.where}; the architecture's default {theta:g} is used",
-            expected="rope_theta or rope_parameters.rope_theta",
-            found="absent",
-            next="check the release's config.json; verify at long positions",
-        )
-        value = theta
-    value = config.positive("rope_theta", value)
     if fields.get("alpha") and fields.get("rope_type", fields.get("type")) == "dynamic":  # HunYuan: stretched for good
         value *= float(fields["alpha"]) ** (dim / (dim - 2))
         fields = {}
@@ -95,6 +77,28 @@ def rope(
         max_positions=max_positions,
         scaling=_rope_scaling(config, fields, max_positions),
     )
+
+
+def _base(config: Config, new: Any, old: Any, outer: Any, default: float) -> float:
+    """The rotary base: of `rope_parameters`, of `rope_scaling`, or of the key beside them; conflicts are reported."""
+    if outer is not None and new is not None and float(outer) != float(new):
+        config.warn(
+            "conflicting-flag",
+            "rope_theta and rope_parameters.rope_theta disagree; rope_parameters is used",
+            expected=f"rope_parameters.rope_theta = {new}",
+            found=f"rope_theta = {outer}",
+            next="verify at positions beyond 4,000, where a wrong base shows",
+        )
+    stated = next((float(value) for value in (new, old, outer) if value is not None), None)
+    if stated is None:
+        config.warn(
+            "config-invalid",
+            f"no rope base in {config.where}; the architecture's default {default:g} is used",
+            expected="rope_theta or rope_parameters.rope_theta",
+            found="absent",
+            next="check the release's config.json; verify at long positions",
+        )
+    return config.positive("rope_theta", default if stated is None else stated)
 
 
 def _rotated_share(config: Config, fields: Mapping[str, Any], partial: float | None) -> float:
