@@ -16,6 +16,7 @@ from firstlight.engine.model.families.vision_common import (
     named,
     norm_of,
     square,
+    text_alone,
     tower_config,
 )
 from firstlight.engine.model.rules import Part, WeightRule, rule
@@ -78,15 +79,8 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
     for key in ("boi_token_index", "eoi_token_index"):
         config.get(key)  # marks around pictures are tokens like others
     if "vision_config" not in config:  # the architecture's own values are not those of any release
-        config.warn(
-            "config-invalid",
-            "config.json describes no vision tower; the text alone is counted and run",
-            expected="vision_config",
-            found="absent",
-            next="take config.json from the publisher's repository",
-        )
         image_token(config, 200092)
-        return msgspec.structs.replace(text, family="llama4")
+        return text_alone(config, msgspec.structs.replace(text, family="llama4"))
     tower = _tower(tower_config(config, "llama4"), text.hidden, image_token(config, 200092))
     return joined(config, "llama4", text, tower)
 

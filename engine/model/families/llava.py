@@ -9,12 +9,14 @@ from firstlight.engine.model.families.common import activation
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.pixtral import PIXTRAL_RULES, pixtral
 from firstlight.engine.model.families.vision_common import (
+    CLIP_LAYER,
     both,
     count,
     feature_layers,
     image_token,
     joined,
     layer,
+    named,
     plain_head,
     tied,
     tower_config,
@@ -91,9 +93,6 @@ def spec(config: Config, text: ModelSpec) -> ModelSpec:
 
 
 _V = "(model.|)vision_tower.(vision_model.|)"
-_LAYER = _V + "encoder.layers.{i}."
-
-
 RULES: tuple[WeightRule, ...] = (
     *PIXTRAL_RULES,
     rule(_V + "embeddings.class_embedding", "vision.class_embed"),
@@ -103,15 +102,7 @@ RULES: tuple[WeightRule, ...] = (
     *both(_V + "embeddings.patch_embedding", "vision.patch_embed"),
     *both(_V + "(pre_layrnorm|pre_layernorm)", "vision.pre_norm"),
     *both(_V + "post_layernorm", "vision.post_norm"),
-    *both(_LAYER + "layer_norm1", "vision.layers.{i}.mixer_norm"),
-    *both(_LAYER + "layer_norm2", "vision.layers.{i}.ffn_norm"),
-    *both(_LAYER + "mlp.fc1", "vision.layers.{i}.ffn.up"),
-    *both(_LAYER + "mlp.fc2", "vision.layers.{i}.ffn.down"),
-    *(
-        item
-        for theirs, ours in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("out_proj", "o"))
-        for item in both(f"{_LAYER}self_attn.{theirs}", f"vision.layers.{{i}}.mixer.{ours}")
-    ),
+    *named(_V + "encoder.layers.{i}.", CLIP_LAYER, "vision.layers.{i}."),
     *both("(model.|)multi_modal_projector.linear_1", "projector.0"),
     *both("(model.|)multi_modal_projector.linear_2", "projector.1"),
 )

@@ -8,6 +8,7 @@ import msgspec
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.family import Family
 from firstlight.engine.model.families.vision_common import (
+    CLIP_LAYER,
     acts,
     axial,
     count,
@@ -18,6 +19,7 @@ from firstlight.engine.model.families.vision_common import (
     named,
     norm_of,
     square,
+    text_alone,
     tower_config,
 )
 from firstlight.engine.model.rules import Part
@@ -62,15 +64,8 @@ def _tower(config: Config, projected: int, text_hidden: int, image_token_id: int
 
 def spec(config: Config, text: ModelSpec) -> ModelSpec:
     if "vision_config" not in config:
-        config.warn(
-            "config-invalid",
-            "config.json describes no vision tower; the text alone is counted and run",
-            expected="vision_config",
-            found="absent",
-            next="take config.json from the publisher's repository",
-        )
         image_token(config, IMAGE)
-        return text
+        return text_alone(config, text)
     projected = count(config, "projector_hidden_size", 6144)
     tower = _tower(tower_config(config, "minimax_m3_vl"), projected, text.hidden, image_token(config, IMAGE))
     return joined(config, "minimax_m3_vl", text, tower)
@@ -81,16 +76,7 @@ RULES = (
     *named(_V, {"(embeddings.patch_embedding|embeddings.proj)": "patch_embed", "pre_layrnorm": "pre_norm"}),
     *named(
         _V + "(encoder.|)layers.{i}.",
-        {
-            "layer_norm1": "mixer_norm",
-            "layer_norm2": "ffn_norm",
-            "self_attn.q_proj": "mixer.q",
-            "self_attn.k_proj": "mixer.k",
-            "self_attn.v_proj": "mixer.v",
-            "self_attn.out_proj": "mixer.o",
-            "mlp.fc1": "ffn.up",
-            "mlp.fc2": "ffn.down",
-        },
+        CLIP_LAYER,
         "vision.layers.{i}.",
     ),
     *named("(model.|)multi_modal_projector.", {"linear_1": "0", "linear_2": "1"}, "projector."),

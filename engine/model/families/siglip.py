@@ -5,6 +5,7 @@ from typing import Any
 
 from firstlight.engine.model.config import Config
 from firstlight.engine.model.families.vision_common import (
+    CLIP_LAYER,
     acts,
     count,
     heads_of,
@@ -52,16 +53,7 @@ def siglip_rules(prefix: str) -> tuple[WeightRule, ...]:
         ignored(prefix + "head.{*}", "pooling head, not used for features"),
         *named(
             prefix + "encoder.layers.{i}.",
-            {
-                "layer_norm1": "mixer_norm",
-                "layer_norm2": "ffn_norm",
-                "self_attn.q_proj": "mixer.q",
-                "self_attn.k_proj": "mixer.k",
-                "self_attn.v_proj": "mixer.v",
-                "self_attn.out_proj": "mixer.o",
-                "mlp.fc1": "ffn.up",
-                "mlp.fc2": "ffn.down",
-            },
+            CLIP_LAYER,
             "vision.layers.{i}.",
         ),
     )

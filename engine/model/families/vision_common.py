@@ -189,6 +189,18 @@ def plain_head(config: Config, text: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(text, logit_scale=1.0, logit_softcap=None, head_bias=False)
 
 
+def text_alone(config: Config, text: ModelSpec) -> ModelSpec:
+    """The text model of a configuration that describes no tower, though the architecture has one; that is said."""
+    config.warn(
+        "config-invalid",
+        "config.json describes no vision tower; the text alone is counted and run",
+        expected="vision_config",
+        found="absent",
+        next="take config.json from the publisher's repository",
+    )
+    return text
+
+
 def tied(config: Config, text: ModelSpec, default: bool = False) -> bool:
     """The tie flag may stand at either level; the text's own word counts, and a contradiction is reported."""
     outer, inner = config.get("tie_word_embeddings"), config.sub("text_config").raw.get("tie_word_embeddings")
@@ -232,6 +244,18 @@ def two_layers(width: int, kernel: int, hidden: int, out: int, norm: Norm | None
 def both(theirs: str, ours: str) -> tuple[WeightRule, ...]:
     """A weight and a bias."""
     return tuple(rule(f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias"))
+
+
+CLIP_LAYER = {  # names of an encoder layer in CLIP and SigLIP -> ours
+    "layer_norm1": "mixer_norm",
+    "layer_norm2": "ffn_norm",
+    "self_attn.q_proj": "mixer.q",
+    "self_attn.k_proj": "mixer.k",
+    "self_attn.v_proj": "mixer.v",
+    "self_attn.out_proj": "mixer.o",
+    "mlp.fc1": "ffn.up",
+    "mlp.fc2": "ffn.down",
+}
 
 
 def named(prefix: str, names: Mapping[str, str], into: str = "vision.") -> tuple[WeightRule, ...]:
