@@ -148,10 +148,15 @@ def _with_whole_mixers(axis: str, size: int, places: list[Placement]) -> str:
     return f", or --attention whole, with every head on each rank and the rest divided by {axis} {size}"
 
 
+def impossible(spec: ModelSpec, mesh: Mesh, exchange: str) -> Iterator[Finding]:
+    """Every violation; `exchange` is how tokens are asked to meet experts of other ranks."""
+    yield from _violations(spec, mesh)
+    yield from _no_exchange(spec, mesh, exchange)
+
+
 def refuse_impossible(spec: ModelSpec, mesh: Mesh, exchange: str = "auto") -> None:
-    """Raises `Refused` with every violation; `exchange` is how tokens are asked to meet experts of other ranks."""
-    found = [*violations(spec, mesh), *_no_exchange(spec, mesh, exchange)]
-    if found:
+    """Raises `Refused` with every violation."""
+    if found := tuple(impossible(spec, mesh, exchange)):
         raise Refused(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
@@ -243,6 +244,22 @@ class Layouts:
                 return self.mesh(shape, dp)
         return None
 
+    def nearest(self, wish: Mesh, concurrency: int) -> Mesh | None:
+        """The layout nearest to `wish` that fits the cluster: its axes are the fewest doublings away; or None.
+
+        Ties go to fewer devices. Replicas are those of the wish, or one.
+        """
+        found = (
+            (_doublings(wish, mesh), mesh.world_size, mesh)
+            for dp in dict.fromkeys((wish.dp, 1))
+            for devices in (size for size in self._shapes if size * dp <= self.cluster.count)
+            for mesh in (self.mesh(shape, dp) for shape in self._shapes[devices])
+        )
+        for _, _, mesh in sorted(found, key=lambda one: one[:2]):
+            if self.largest((mesh.tp, mesh.ep, mesh.pp), -(-concurrency // mesh.dp)) <= self.usable_bytes:
+                return mesh
+        return None
+
     def thinnest(self) -> Mesh:
         """When nothing fits: the layout that spreads the weights furthest."""
         most = max(devices for devices in self._shapes if devices <= self.cluster.count)
@@ -282,6 +299,11 @@ class Layouts:
         """`dp` replicas of a shape."""
         tp, ep, pp = shape
         return Mesh(dp=dp, tp=tp, ep=ep, pp=pp, attention=self.attention)
+
+
+def _doublings(one: Mesh, other: Mesh) -> float:
+    """How far two layouts are apart: the doublings of each axis, summed."""
+    return sum(abs(math.log2(one.size(axis) / other.size(axis))) for axis in ("dp", "pp", "ep", "sp", "tp"))
 
 
 def fullest(ranks: Sequence[RankBytes]) -> RankBytes:

@@ -12,7 +12,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, note, warning
 from firstlight.engine.model.spec import CacheSpec, ModelSpec, Param
 from firstlight.engine.parallel.census import Kind, census_by
-from firstlight.engine.parallel.constraints import refuse_impossible
+from firstlight.engine.parallel.constraints import impossible
 from firstlight.engine.parallel.estimate import Roofline, active_by_kind
 from firstlight.engine.parallel.hardware import Cluster, local_cluster
 from firstlight.engine.parallel.layouts import Layouts, Objective, RankBytes, fullest
@@ -145,12 +145,11 @@ def make_plan(
     when the wish itself is impossible: sizes that do not divide, or more ranks than devices.
     """
     _refuse_wishes(context, 1 if concurrency is None else concurrency, cache_dtype, headroom, objective)
-    if mesh is not None:
-        attention = mesh.attention
-        refuse_impossible(spec, mesh, exchange)
-        _refuse_too_many(mesh, cluster)
+    attention = attention if mesh is None else mesh.attention
     usable = int(cluster.device.memory_bytes * (1 - headroom))
     layouts = Layouts(spec, stored, cluster, usable, context, DTYPE_BITS[cache_dtype] // 8, full_window, attention)
+    if mesh is not None:
+        _refuse_mesh(layouts, mesh, exchange, concurrency or 1)
     ranker = Ranker(layouts, Roofline(spec, cluster, exchange), concurrency)
     ranking = ranker.ranked(objective) if mesh is None else ()
     chosen, concurrency = _choose(mesh, ranking, layouts, objective, concurrency)
@@ -170,7 +169,7 @@ def _laid_out(
     ranks, needed, usable = layouts.ranks(mesh, concurrency), layouts.fewest(), layouts.usable_bytes
     binding, reason = _binding(mesh, fullest(ranks), usable)
     fits = fullest(ranks).total <= usable
-    nearest = None if fits else layouts.best("devices", concurrency) or layouts.fewest_for(concurrency)
+    nearest = None if fits else layouts.nearest(mesh, concurrency) or layouts.fewest_for(concurrency)
     too_much = () if fits else (_does_not_fit(layouts, mesh, ranks, concurrency, nearest),)
     return Plan(
         mesh=mesh,
@@ -224,9 +223,12 @@ def _refuse_wishes(context: int, concurrency: int, cache_dtype: str, headroom: f
             )
 
 
-def _refuse_too_many(mesh: Mesh, cluster: Cluster) -> None:
+def _refuse_mesh(layouts: Layouts, mesh: Mesh, exchange: str, concurrency: int) -> None:
+    """Raises `Refused` where the model, or the cluster, has no place for the mesh; each way out is one that fits."""
+    cluster = layouts.cluster
+    problems = list(impossible(layouts.spec, mesh, exchange))
     if mesh.world_size > cluster.count:
-        raise Refused(
+        problems.append(
             fatal(
                 "does-not-fit",
                 f"the mesh {mesh.describe()} has {mesh.world_size} ranks, the cluster {cluster.describe()} "
@@ -236,6 +238,17 @@ def _refuse_too_many(mesh: Mesh, cluster: Cluster) -> None:
                 next="make the mesh smaller or the cluster larger",
             )
         )
+    if problems:
+        way = _way_out(layouts, layouts.nearest(mesh, concurrency) or layouts.fewest_for(concurrency))
+        raise Refused(msgspec.structs.replace(problem, next=f"{problem.next}; {way}") for problem in problems)
+
+
+def _way_out(layouts: Layouts, nearest: Mesh | None) -> str:
+    """The nearest layout that fits, in words."""
+    name = layouts.cluster.device.name
+    if nearest is None:
+        return "no layout of this device fits"
+    return f"nearest that fits: {nearest.describe()} on {nearest.world_size:,} x {name}"
 
 
 def _binding(mesh: Mesh, worst: RankBytes, usable_bytes: int) -> tuple[str, str]:
@@ -261,9 +274,7 @@ def _does_not_fit(
 ) -> Finding:
     """By how much, and the ways out: the nearest layout that fits, and fewer sequences at once on this one."""
     cluster, usable_bytes, worst = layouts.cluster, layouts.usable_bytes, fullest(ranks)
-    ways = []
-    if nearest is not None:
-        ways.append(f"nearest that fits: {nearest.describe()} on {nearest.world_size:,} x {cluster.device.name}")
+    ways = [] if nearest is None else [_way_out(layouts, nearest)]
     fewer = 0 if concurrency == 1 else _most_at_once(layouts, mesh, concurrency)
     if fewer:
         ways.append(f"{mesh.describe()} has room for --concurrency {fewer}")
@@ -272,7 +283,7 @@ def _does_not_fit(
         f"{_binding(mesh, worst, usable_bytes)[1]} of {cluster.describe()}",
         expected=f"at most {usable_bytes:,} bytes a device",
         found=f"{worst.total:,} bytes on rank {worst.rank}",
-        next="; or ".join(ways) or "no layout of this device fits",
+        next="; or ".join(ways) or _way_out(layouts, None),
     )
 
 

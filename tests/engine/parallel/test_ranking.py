@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 from functools import lru_cache
 from importlib import resources
 
 import msgspec
 import pytest
 
+from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.estimate import Roofline
 from firstlight.engine.parallel.hardware import parse_cluster
@@ -133,3 +135,33 @@ def test_attention_is_whole_by_wish_alone(objective: Objective) -> None:
     tight = make_plan(spec, Plain("BF16"), small, headroom=0.0)
     assert not tight.fits
     assert all(mesh is None or mesh.attention == "divided" for mesh in (tight.mesh, tight.nearest))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("wish", [Mesh(tp=7), Mesh(tp=2, pp=3), Mesh(dp=2, ep=3), Mesh(sp=2, tp=8)])
+def test_the_nearest_layout_fits_and_no_other_that_fits_is_nearer(name: str, wish: Mesh) -> None:
+    where = layouts(name, "2x8xH100")
+
+    def distance(mesh: Mesh) -> float:
+        ratios = ((mesh.dp, wish.dp), (mesh.pp, wish.pp), (mesh.ep, wish.ep), (mesh.sp, wish.sp), (mesh.tp, wish.tp))
+        return sum(abs(math.log2(own / asked)) for own, asked in ratios)
+
+    fitting = [
+        mesh
+        for tp, ep, pp, dp in itertools.product(where.widths, where.experts, range(1, 17), (1, wish.dp))
+        if (mesh := Mesh(tp=tp, ep=ep, pp=pp, dp=dp)).world_size <= 16
+        and max(rank.total for rank in where.ranks(mesh, 4)) <= where.usable_bytes
+    ]
+    found = where.nearest(wish, 4)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert found in fitting
+        assert distance(found) == min(map(distance, fitting))
+
+
+def test_a_mesh_that_cannot_be_is_refused_with_the_nearest_that_fits() -> None:
+    where = layouts("llama-3.1-405b", "2x8xH100")
+    for wish in (Mesh(tp=7, pp=2), Mesh(tp=8, pp=4)):  # indivisible; more ranks than devices
+        with pytest.raises(Refused) as refused:
+            make_plan(where.spec, where.stored, where.cluster, wish)
+        assert "nearest that fits: pp 2 x tp 8 on 16 x H100-SXM-80G" in (refused.value.findings[0].next or "")
