@@ -58,6 +58,9 @@ def _unpadded(picture: list[int], tile: tuple[int, int], patches: tuple[int, int
     best = best_resolution(picture[0], picture[1], constants["image_grid_pinpoints"])
     assert best is not None, "the image processor refuses such pictures"
     rows, columns = patches[0] * (best[0] // tile[0]), patches[1] * (best[1] // tile[1])
+    if not rows or not columns:
+        expected = f"canvases of at least one tile, {tile[0]} x {tile[1]}"
+        side_files.refuse_value(Path(constants.file), "image_grid_pinpoints", expected, best)
     above, left = cut_away(picture[0], picture[1], rows, columns)
     return (rows - 2 * above) * (columns - 2 * left + 1)
 
