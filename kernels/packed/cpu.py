@@ -21,12 +21,23 @@ TILE_ELEMENTS = 1 << 20  # 4 MiB in float32: what is unpacked is multiplied whil
 
 def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias (see the reference for the contract); never more than a tile of the weight is unpacked."""
-    tiles = tuple(weight_FH.tiles(TILE_ELEMENTS))
+    return linear_by(unpacked, TILE_ELEMENTS, x_TH, weight_FH, bias_F)
+
+
+def linear_by(
+    numbers: Callable[[PackedMatrix, torch.dtype], Tensor],
+    tile_elements: int,
+    x_TH: Tensor,
+    weight_FH: PackedMatrix,
+    bias_F: Tensor | None = None,
+) -> Tensor:
+    """The same with tiles of about so many elements unpacked by `numbers`."""
+    tiles = tuple(weight_FH.tiles(tile_elements))
     if len(tiles) == 1:
-        return F.linear(x_TH, unpack(weight_FH).to(x_TH.dtype), bias_F)
+        return F.linear(x_TH, numbers(weight_FH, x_TH.dtype), bias_F)
     out = torch.empty(*x_TH.shape[:-1], weight_FH.rows, dtype=x_TH.dtype)
     for start, stop in tiles:
-        tile = unpack(weight_FH.part(start, stop)).to(x_TH.dtype)
+        tile = numbers(weight_FH.part(start, stop), x_TH.dtype)
         out[..., start:stop] = F.linear(x_TH, tile, None if bias_F is None else bias_F[start:stop])
     return out
 

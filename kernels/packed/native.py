@@ -11,10 +11,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from firstlight.kernels.linear.native import MANY_ROWS
+from firstlight.kernels.linear.native import MANY_ROWS, multiplies_as_fast_as_torch
 from firstlight.kernels.moe.rules import ExpertRules
 from firstlight.kernels.native.build import function
 from firstlight.kernels.packed import codes, cpu
@@ -24,7 +23,8 @@ from firstlight.kernels.packed.reference import numbers_of
 
 TILE_ELEMENTS = 1 << 19  # 1 MiB in bfloat16: what is unpacked is multiplied while it is in the cache
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-BYTES = 3
+BYTES = {"e8m0": 3, "e4m3": 4}
+KINDS = {"int2": 0, "int4": 1, "e2m1": 1, "int8": 2, "e4m3": 3, "e5m2": 4}
 
 
 def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None = None) -> Tensor:
@@ -33,13 +33,10 @@ def linear_packed(x_TH: Tensor, weight_FH: PackedMatrix, bias_F: Tensor | None =
         return cpu.linear_packed(x_TH, weight_FH, bias_F)
     if x_TH.dim() != 2:
         return linear_packed(x_TH.flatten(0, -2), weight_FH, bias_F).unflatten(0, x_TH.shape[:-1])
+    if x_TH.shape[0] >= MANY_ROWS and not multiplies_as_fast_as_torch():
+        return cpu.linear_by(unpack, TILE_ELEMENTS, x_TH, weight_FH, bias_F)
     x_TH, width = x_TH.contiguous(), weight_FH.rows
     out_TF = x_TH.new_empty(x_TH.shape[0], width)
-    if x_TH.shape[0] >= MANY_ROWS:
-        for start, stop in weight_FH.tiles(TILE_ELEMENTS):
-            tile_FH = unpack(weight_FH.part(start, stop), x_TH.dtype)
-            out_TF[:, start:stop] = F.linear(x_TH, tile_FH, None if bias_F is None else bias_F[start:stop])
-        return out_TF
     arguments = _Arguments(weight_FH)
     bias_F = None if bias_F is None else bias_F.contiguous()
     function("linear_packed", "ppppppppppplli")(
@@ -98,7 +95,8 @@ class _Arguments:
                 columns,
                 weight.rows_together,
                 weight.divides,
-                SCALES.get(weight.stored_scales.dtype, BYTES),
+                BYTES[weight.scale_kind] if weight.scale_kind in BYTES else SCALES[weight.scales.dtype],
+                KINDS[weight.code],
             ],
             dtype=torch.int64,
         )

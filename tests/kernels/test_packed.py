@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstlight.kernels.native.build import available
+from firstlight.kernels.linear.native import NativeLinear
+from firstlight.kernels.native.build import available, has_bf16_dot
 from firstlight.kernels.packed import codes, native, reference
 from firstlight.kernels.packed.cases import Form
 from firstlight.kernels.packed.kinds import CODE_BITS
@@ -78,6 +79,15 @@ def test_the_fast_way_gives_the_bits_of_the_table(code: str, block: tuple[int, i
 FORMS = {
     "two levels, whole rows by fours": Form("e2m1", (1, 16), torch.float8_e4m3fn, outer="by", together=3),
     "groups that end inside 32 columns": Form("int4", (1, 48), torch.float16, zero=torch.int8),
+    "groups of whole bytes": Form("int4", (1, 18), torch.float16, zero=torch.int8),
+    "groups that begin inside a byte": Form("int2", (1, 17), torch.float16, zero=torch.int8),
+    "whole numbers in groups": Form("int8", (1, 48), torch.bfloat16, zero=torch.int8),
+    "floats in groups": Form("e4m3", (1, 40), torch.uint8),
+    "floats with zero points": Form("e4m3", (2, 32), torch.float32, zero=torch.int8),
+    "half floats, rows": Form("e5m2", (1, 0), torch.float32),
+    "whole numbers in any order": Form("int8", (1, 32), torch.float16, zero=torch.int8, ordered=True),
+    "floats in any order of many groups": Form("e4m3", (1, 12), torch.float16, ordered=True),
+    "any order of very many groups": Form("int2", (1, 4), torch.float16, zero=torch.int8, ordered=True),
     "any order": Form("int4", (1, 16), torch.bfloat16, zero=torch.int8, ordered=True, together=4),
     "exponents": Form("e2m1", (1, 32), torch.uint8),
     "no groups": Form("int4", (1, 0), torch.float32, zero=torch.int8),
@@ -90,10 +100,37 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_native_way_gives_the_bits_of_the_table_rounded_once(form: Form) -> None:
     """32 columns at a time, and those behind."""
-    for columns in (20, 100, 160):
+    for columns in (20, 63, 100, 160, 1000):
         matrix = form.make((9, columns), torch.Generator().manual_seed(columns), torch.device("cpu"))
         assert native.is_read(matrix)
         assert same(native.unpack(matrix, torch.bfloat16), reference.unpack(matrix).bfloat16())
+
+
+@pytest.mark.skipif(not available()[0], reason=available()[1])
+@pytest.mark.parametrize("code", sorted(CODE_BITS))
+@pytest.mark.parametrize("scale", [1.0, 3e38])
+def test_every_code_natively(code: str, scale: float) -> None:
+    """NaN and infinity among them, and a scale with which nothing may overflow on the way."""
+    codes_8 = BYTES[: 256 if code != "e5m2" or scale == 1.0 else 0x7B]
+    count = len(codes_8) * 8 // CODE_BITS[code]
+    matrix = PackedMatrix(codes_8.unsqueeze(0).contiguous(), torch.full((1, 1), scale), code, (1, 0), count)
+    assert same(native.unpack(matrix, torch.bfloat16), reference.unpack(matrix).bfloat16())
+
+
+@pytest.mark.skipif(not available()[0], reason=available()[1])
+@pytest.mark.parametrize("form", [FORMS["blocks"], FORMS["any order"], FORMS["no groups"]], ids=str)
+def test_a_packed_layer_gives_the_bits_of_the_unpacked_one(form: Form) -> None:
+    """Whatever the number of rows of both: keeping a weight packed changes no token."""
+    if not has_bf16_dot():
+        pytest.skip("without dot products of bfloat16 the compiler orders the sums of each")
+    random = torch.Generator().manual_seed(5)
+    for columns, rows in ((100, 13), (2500, 6)):
+        matrix = form.make((rows, columns), random, torch.device("cpu"))
+        bias_F = torch.randn(rows, generator=random).bfloat16()
+        plain = NativeLinear(native.unpack(matrix, torch.bfloat16), bias_F)
+        for tokens in (1, 3, 5, 31):
+            x_TH = torch.randn(tokens, columns, generator=random).bfloat16()
+            assert torch.equal(native.linear_packed(x_TH, matrix, bias_F), plain(x_TH)), (columns, tokens)
 
 
 def test_an_order_that_is_none_is_left_out() -> None:
