@@ -1,4 +1,4 @@
-"""Exceptions a user can meet: each carries findings that name the file, expected, found and the next action."""
+"""Exceptions that a user can meet; each carries findings with the file, expected, found and the next action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found wrong or worth knowing, as data; every code that can occur is listed here and nowhere else."""
+"""Findings as data: what is wrong or worth knowing about a checkpoint, with the list of all codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that this process may have: the machine's, within the limits of containers and jobs. No torch.
+"""How much memory this process may use: the machine's, within the limits of containers and jobs. No torch.
 
 A container or a job of a scheduler is a control group with a limit of its own, within those of the groups it lies in;
 whoever takes more is killed, however much the machine has. Both versions of control groups are read (Linux documents

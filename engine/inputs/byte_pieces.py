@@ -1,4 +1,4 @@
-"""The bytes of single tokens, for the decoders of tokenizer.json that put the tokens' bytes one after another."""
+"""The bytes of single tokens, for tokenizers whose decoder concatenates the bytes of tokens."""
 
 from __future__ import annotations
 

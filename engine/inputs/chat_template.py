@@ -1,4 +1,4 @@
-"""Messages to prompt text by the checkpoint's own Jinja template, sandboxed, with the extras transformers gives it.
+"""Renders messages with the checkpoint's own Jinja chat template, sandboxed, as transformers does.
 
 Sources, first that exists: `chat_template` in processor_config.json and in chat_template.json (only where the
 checkpoint has a processor), chat_template.jinja, tokenizer_config.json.

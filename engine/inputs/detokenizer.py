@@ -1,4 +1,4 @@
-"""Token ids to text as they come: whole characters only, nothing of the prompt, and stop strings held back.
+"""Streams text from token ids: whole characters only, without the prompt, stop strings held back.
 
 The contract: the deltas of all `push` calls and of `finish`, put together, are
 `decode(prompt + generated)` without the characters that `decode(prompt)` already completed. A character is given out

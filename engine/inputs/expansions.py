@@ -1,4 +1,4 @@
-"""The processor classes: what each writes for a picture. One function a kind, one line in `EXPANSIONS` a class.
+"""How each processor class writes a picture into the prompt: one function a kind, one line in `EXPANSIONS` a class.
 
 Source: transformers 5.24, models/*/processing_*.py.
 """

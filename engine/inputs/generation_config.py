@@ -1,4 +1,4 @@
-"""What generation_config.json asks for beyond where an answer ends: said, since answers here do without it. No torch.
+"""Reports what generation_config.json asks for that this engine does not do by default. No torch.
 
 The vendor's `generate` takes these values for its own wherever a call does not say otherwise.
 """

@@ -1,4 +1,4 @@
-"""The constants of a checkpoint's image processor: each with its value and the file, or class, it was taken from."""
+"""The constants of a checkpoint's image processor, each with the file or class that it was taken from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures to pixel tensors, by the steps and constants of the checkpoint's own image processor."""
+"""Converts pictures to pixel tensors as the checkpoint's own image processor does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of image processors on one picture, in Pillow and numpy, exact to transformers' own without torchvision.
+"""Single steps of image processors (resize, crop, rescale, normalize, pad) in Pillow and numpy, exact to transformers.
 
 Legend: C channels, H height, W width. Arrays are CHW, uint8 until they are rescaled or normalized, float32 after.
 Source: transformers 5.24, image_transforms.py and image_processing_backends.py (PilBackend).

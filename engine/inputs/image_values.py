@@ -1,4 +1,4 @@
-"""The values of an image processor's keys in the form its steps use, each checked before a step meets it."""
+"""Validates the values of an image processor's keys and converts them for its steps."""
 
 from __future__ import annotations
 

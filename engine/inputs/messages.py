@@ -1,4 +1,4 @@
-"""Messages of a conversation: building a turn, OpenAI's parts to a template's parts, and the pictures in them."""
+"""Converts chat messages from OpenAI's format to what templates take, and collects the pictures in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a picture from bytes, a path or a `data:` URL, never more of them than a limit. Nothing is fetched."""
+"""Reads the bytes of a picture from memory, a path or a `data:` URL, within a size limit; nothing is downloaded."""
 
 from __future__ import annotations
 

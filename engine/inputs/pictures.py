@@ -1,4 +1,4 @@
-"""Pictures from files, bytes and data URLs: bounded before they are decoded, upright, opaque, RGB, and with a record.
+"""Opens pictures: size limits before decoding, EXIF rotation, conversion to opaque RGB, and a record of what was done.
 
 What is done to a picture, in this order; the record of each picture states it:
 1. The file's size, the format, and the number of pixels in the header are held against `PictureLimits`.

@@ -1,4 +1,4 @@
-"""What stands for a picture in the prompt: how each processor class writes it, and which of its tokens are features.
+"""What a processor class needs to write pictures into a prompt: placeholder tokens, counts and settings.
 
 A new class is one function and one line in `EXPANSIONS`; a class that is not listed is refused, not guessed at.
 """

@@ -1,4 +1,4 @@
-"""A prompt and pictures to what a model takes: token ids and pixel tensors as the vendor's processor makes them.
+"""Turns a prompt and pictures into token ids and pixel tensors, as the vendor's processor does.
 
 Legend: T tokens, P pictures.
 """

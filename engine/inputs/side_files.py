@@ -1,4 +1,4 @@
-"""The small files beside the weights, read with a bound and refused by name where they are absent or broken."""
+"""Reads the small files beside the weights with a size limit; missing or broken ones are refused by name."""
 
 from __future__ import annotations
 

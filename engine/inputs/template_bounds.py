@@ -1,4 +1,4 @@
-"""Bounds on what a chat template, which is foreign code, may compute: one budget a rendering, spent as things are made.
+"""Limits what a chat template, which is foreign code, may compute: one budget per rendering.
 
 Jinja's sandbox keeps a template from Python's internals; it does not keep it from looping for ever or from making a
 text of terabytes. Here every turn of a loop, every call and everything that is made has its price, and the few

@@ -1,4 +1,4 @@
-"""What transformers adds to Jinja for chat templates: a tag, filters and functions, in the bounded sandbox.
+"""The tags, filters and functions that transformers adds to Jinja for chat templates, in the sandbox.
 
 Source: transformers 5.24, utils/chat_template_utils.py.
 """

@@ -1,4 +1,4 @@
-"""Text to token ids and back, equal to what transformers makes of the same tokenizer.json and tokenizer_config.json."""
+"""Encodes text to token ids and back, equal to transformers for the same tokenizer files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokenizer class transformers 5 would take for a checkpoint, and what that class changes of tokenizer.json.
+"""Which tokenizer class transformers 5 would use, and which parts of tokenizer.json that class replaces.
 
 Some classes of transformers 5 keep only the vocabulary, merges, added tokens and post-processor of tokenizer.json and
 put a pipeline of their own around them. What a model was trained on is what the vendor's stack produces, so the same

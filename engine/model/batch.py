@@ -1,4 +1,4 @@
-"""The explicit argument of every layer: what one step computes. Nothing is global.
+"""The explicit argument of every layer: what one step computes, with no global state.
 
 Shapes: T tokens of all sequences laid end to end, B sequences, H hidden width.
 """

@@ -1,4 +1,4 @@
-"""A reader over a model's raw `config.json` that remembers what was read, so that nothing is passed over in silence."""
+"""Reads a model's raw `config.json` and remembers which keys were read, so that no key is silently ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of a step divided over ranks: each computes its own rows, and attention sees the keys of all.
+"""Divides the tokens of a step over ranks: each computes its own rows, and attention sees the keys of all.
 
 A query needs the keys in front of it only, so a rank's rows are a batch of their own: pieces of sequences that end
 earlier. Keys and values are gathered over the ranks and written to every rank's cache, which is whole, so that decode

@@ -1,4 +1,4 @@
-"""Architectures that no family here knows, computed by modules that are not ours: what the engine asks of them.
+"""Models of unknown architecture, run by the reference's own modules: the interface that the engine needs of them.
 
 Who provides such models registers with `FAMILIES.fall_back`, or is named by `EngineOptions.fallback`. They run on one
 rank and one device, and everything that shows them says so. No torch.

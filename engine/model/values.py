@@ -1,4 +1,4 @@
-"""What keys of configurations may hold, told by their names and by what stands in where a file is silent. No torch.
+"""Which values a configuration key may hold, told by its name and by the type of its default. No torch.
 
 A text, a flag or an endless number in place of a size would be computed with, and answers would be others.
 """

@@ -1,4 +1,4 @@
-"""A model's parameters counted by kind: layers that are alike are described once, thousands of experts are one row.
+"""Counts a model's parameters by kind: identical layers are described once and all experts are one row. No torch.
 
 Everything that only needs sizes (totals, plans, constraints, pipeline cuts) starts here and takes milliseconds however
 many parameters there are. No torch.

@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh run: processes of one machine, those that a launcher started on several, or Ray's.
+"""Where the ranks of a mesh run: processes on one machine, processes of a launcher such as torchrun, or Ray actors.
 
 The only file that imports ray, and only when it is asked for.
 """

@@ -1,4 +1,4 @@
-"""What a mesh must satisfy for a model: all reasons against it at once, and the sizes that are allowed. No torch."""
+"""Whether a model can be divided over a mesh: every violation at once, and the sizes each axis allows. No torch."""
 
 from __future__ import annotations
 

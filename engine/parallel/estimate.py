@@ -1,4 +1,4 @@
-"""Time and communication of a layout from facts: a roofline to rank layouts by and to stand beside measurements.
+"""Estimates step time and communication of a layout with a roofline model, to rank layouts. No torch.
 
 Not covered: overlap of compute and communication, kernels' own efficiency beyond one factor, attention's quadratic part
 in prefill, prefix caching. No torch.

@@ -1,4 +1,4 @@
-"""Devices and clusters as facts: what `--cluster 2x8xH200` means. No torch."""
+"""Device and cluster descriptions: parses `--cluster 2x8xH200` against data/hardware.json. No torch."""
 
 from __future__ import annotations
 

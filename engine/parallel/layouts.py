@@ -1,4 +1,4 @@
-"""Sizes of every layout of one model on one kind of device, and the search among them. No torch."""
+"""Memory of every possible layout of a model on one kind of device, and the search for one that fits. No torch."""
 
 from __future__ import annotations
 

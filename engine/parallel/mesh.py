@@ -1,4 +1,4 @@
-"""The mesh of ranks: five named axes, rank <-> coordinates, groups. Pure data; imports no torch.
+"""The mesh of ranks: five named axes, rank <-> coordinates, and groups, as pure data. No torch.
 
 Placements may name a sixth axis that follows from the others: `HEADS`, over which attention and every other token mixer
 is divided. It is tp, or one rank where the user wants mixers whole.

@@ -1,4 +1,4 @@
-"""What one rank holds and what it reads for it: storages, and pieces of stored tensors that go into them. No torch."""
+"""What one rank holds (storages) and which slices of stored tensors it reads into them (pieces). No torch."""
 
 from __future__ import annotations
 

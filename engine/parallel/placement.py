@@ -1,4 +1,4 @@
-"""How one parameter is divided over the mesh: placements as data, and the local slice they give a rank. No torch."""
+"""How one parameter is divided over the mesh: placements as data, and the slice each rank gets. No torch."""
 
 from __future__ import annotations
 

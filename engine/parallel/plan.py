@@ -1,4 +1,4 @@
-"""Plans: what every rank of a layout would hold, whether it fits, why, and the nearest layout that does. No torch."""
+"""Plans a layout: what every rank would hold, whether it fits, why, and the nearest layout that does. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of one model on one cluster in the order of an objective, with what each would take and why. No torch."""
+"""Ranks the layouts of a model on a cluster by latency, throughput or device count, with the reasons. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models' steps can be divided by tokens over ranks, and when that is done. No torch.
+"""Which models can divide the tokens of a step over ranks, and for which steps it is done. No torch.
 
 Along `sp`, and along `ep` where tokens are sent to the experts they chose, each rank computes its own rows of a step:
 attention gathers the keys and values of all of them, everything else looks at one token alone. A layer that carries a

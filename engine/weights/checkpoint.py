@@ -1,4 +1,4 @@
-"""A checkpoint directory: configuration, tensors by name, side files, and what is wrong with them. No torch."""
+"""Opens a checkpoint directory: configuration, tensors by name, side files, and integrity findings. No torch."""
 
 from __future__ import annotations
 

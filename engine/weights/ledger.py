@@ -1,4 +1,4 @@
-"""The two-way account: where every tensor of the checkpoint went, and where every parameter came from.
+"""The two-way ledger: where every tensor of the checkpoint went, and where every parameter came from.
 
 Less than 100 % on either side means no start. No torch.
 """

@@ -1,4 +1,4 @@
-"""Carries out a rank's read plan: reserve the memory of every parameter, then read each piece into its place."""
+"""Executes a rank's read plan: reserves the memory of every parameter, then reads each piece into place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory reserved before anything is read into it: one pool per role (weights, cache, ...), in huge pages if given."""
+"""Memory pools reserved before anything is read: one per role (weights, cache, ...), in huge pages where available."""
 
 from __future__ import annotations
 

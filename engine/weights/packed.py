@@ -1,4 +1,4 @@
-"""Stored tensors put together to weights: codes with their scales, zero points and orders, as the headers show them.
+"""Assembles quantized weights from their stored tensors: codes, scales, zero points and orders, checked by headers.
 
 The configuration says which format a module has and its parameters; headers are the truth about what is there. What
 contradicts is found and named; nothing is guessed, and no scale is made up. No torch.

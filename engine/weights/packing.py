@@ -1,4 +1,4 @@
-"""Weights written in storage formats, in numpy: codes, scales and the like, and the numbers they stand for.
+"""Quantizes weights into every storage format, in numpy, for synthetic checkpoints.
 
 The other way round, and by plain formulas of its own: what `formats` unpack can be held against it. Rounding is to the
 nearest code, scales come from the largest value of a block. For synthetic checkpoints, not for releases.

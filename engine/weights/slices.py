@@ -1,4 +1,4 @@
-"""Where a slice of a stored tensor lies: runs of bytes in its file, exact for any slice. No torch."""
+"""Computes the byte runs of any slice of a stored tensor in its file. No torch."""
 
 from __future__ import annotations
 

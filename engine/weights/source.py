@@ -1,4 +1,4 @@
-"""Where a parameter comes from: a region of a stored tensor, as data. No torch."""
+"""Where a parameter comes from: a slice of a stored tensor, as data. No torch."""
 
 from __future__ import annotations
 

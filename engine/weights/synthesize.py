@@ -1,4 +1,4 @@
-"""Synthetic checkpoints made from a configuration alone: the weight rules of its family, run backwards. No torch.
+"""Makes synthetic checkpoints from a configuration by running its family's weight rules backwards. No torch.
 
 For tests, notebooks and trial runs of layouts: `synthesize` writes random values, `outline` headers alone, in sparse
 files of a release's real size. Each parameter is stored under the first name that a rule of its family gives it.

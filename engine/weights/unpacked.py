@@ -1,4 +1,4 @@
-"""A checkpoint's weights by the names that rules and references know them by, whole and unpacked.
+"""A checkpoint's weights unpacked to whole tensors, by the names that rules and references use.
 
 For references, which compute with what the tensors stand for; a rank's own loading reads slices (`loader`).
 """

@@ -1,1 +1,1 @@
-"""What image processors do, one file a kind of steps; `registry.py` lists the classes of transformers by name."""
+"""Image processors, one file for each kind of steps; `registry.py` maps the classes of transformers to them."""

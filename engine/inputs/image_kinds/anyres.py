@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: the whole picture, then the tiles of the resolution that wastes least of it.
+"""LLaVA-NeXT: the whole picture, then the tiles of the resolution that wastes the least area.
 
 Legend: C channels, H height, W width, N tiles of a picture with the whole one first.
 Source: transformers 5.24, models/llava_next/image_processing_pil_llava_next.py.

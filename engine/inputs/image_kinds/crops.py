@@ -1,4 +1,4 @@
-"""Gemma 3: every picture at one size and, where asked for, crops of long ones ("pan and scan").
+"""Gemma 3: every picture at one size and, if enabled, crops of elongated ones ("pan and scan").
 
 Legend: C channels, H height, W width.
 Source: transformers 5.24, models/gemma3/image_processing_pil_gemma3.py.

@@ -1,4 +1,4 @@
-"""Kimi K3's own processor: patches in rows of a picture that is only scaled down; what is transparent lies on a board.
+"""Kimi K3's image processor: pictures are only scaled down, and transparency is filled with a chessboard.
 
 Legend: P patches of all pictures, C channels, Y X pixels of a patch.
 Source: KimiK3VisionProcessor as released with moonshotai/Kimi-K3.

@@ -1,4 +1,4 @@
-"""An image processor class as data: its constants, its defaults, and the function that carries out its steps.
+"""What an image processor class is, as data: its defaults, its keys, and the function that runs its steps.
 
 Legend: C channels, H height, W width.
 """

@@ -1,4 +1,4 @@
-"""Pixtral: pictures of their own sizes, in whole patches, padded to the largest of the request.
+"""Pixtral: pictures keep their own sizes, in whole patches, and are padded to the largest of the request.
 
 Legend: C channels, H height, W width.
 Source: transformers 5.24, models/pixtral/image_processing_pil_pixtral.py.

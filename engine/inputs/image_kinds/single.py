@@ -1,4 +1,4 @@
-"""One tensor a picture, all of one size: CLIP, LLaVA, SigLIP, ViT, BLIP.
+"""One tensor per picture, all of one size: CLIP, LLaVA, SigLIP, ViT, BLIP.
 
 Source: transformers 5.24, image_processing_backends.py (PilBackend) and models/llava/image_processing_pil_llava.py.
 """

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: enlarged to whole tiles, cut, and the whole picture after them; a mask says what is picture.
+"""Idefics3 and SmolVLM: pictures are enlarged to whole tiles and cut; the whole picture comes last, with a mask.
 
 Legend: N tiles of all pictures, C channels, H height, W width.
 Source: transformers 5.24, models/idefics3/image_processing_pil_idefics3.py.

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT's arrangement of a tower's features; see the spec of the same name.
+"""LLaVA-NeXT's image features: the whole picture, then its tiles without padding; spec: `spec/anyres.py`.
 
 Legend: n features of a picture, W decoder width, r c rows and columns of features.
 """

@@ -1,4 +1,4 @@
-"""The steps between a tower's patches and the decoder; see the spec of the same name. Legend: T patches, n features."""
+"""The projector steps between a vision tower and the decoder; spec: `spec/chain.py`. Legend: T patches, n features."""
 
 from __future__ import annotations
 

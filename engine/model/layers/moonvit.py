@@ -1,4 +1,4 @@
-"""MoonViT and its projector; see the spec of the same name. It is small and runs once a picture: every rank has all.
+"""MoonViT and its projector, whole on every rank; spec: `spec/moonvit.py`.
 
 Legend: T patches of all pictures, C channels, Y X pixels, H tower width, A = head dim / 2 angles, M
 merged features, K patches of a merging kernel.

@@ -1,4 +1,4 @@
-"""Normalisation. Legend: T tokens, H width, N heads on this rank, D head dim."""
+"""RMSNorm and LayerNorm. Legend: T tokens, H width, N heads on this rank, D head dim."""
 
 from __future__ import annotations
 

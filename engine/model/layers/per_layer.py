@@ -1,4 +1,4 @@
-"""Inputs of their own for every layer. See the specs of the same names for the formulas.
+"""Per-layer input embeddings (Gemma 3n and 4); the formulas are in the specs of the same names.
 
 Legend: T tokens, H hidden, V vocabulary, L layers, P width of an input.
 """

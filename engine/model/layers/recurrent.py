@@ -1,4 +1,4 @@
-"""What blocks with a state per sequence share. Legend: T tokens, N heads on this rank, K key dim, V value dim."""
+"""Shared by blocks with a recurrent state. Legend: T tokens, N heads on this rank, K key dim, V value dim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual topologies: how a block reads the planes that flow between layers, and how its output joins them.
+"""Residual topologies with several streams: how a block reads them, and how its output is added to them.
 
 A topology's `read(planes, site)` gives what the mixer or the feed-forward (`site`) sees, and how its output joins the
 planes; `Ends` makes planes of the embedding and one stream of the planes.

@@ -1,4 +1,4 @@
-"""Rotary positions: angles per token for every stretching variant. Legend: T tokens, R rotated dims.
+"""Rotary position embedding: angles per token for every scaling method. Legend: T tokens, R rotated dims.
 
 Frequencies: arXiv 2104.09864; linear: arXiv 2306.15595; dynamic NTK and YaRN: arXiv 2309.00071; llama3: the Llama 3.1
 release; longrope: arXiv 2402.13753. Released configs follow transformers' reading of these, and so does this file.

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how they weigh. Legend: T tokens, H hidden, E experts, k chosen, V token ids."""
+"""Expert routing: which experts a token uses, and their weights. Legend: T tokens, H hidden, E experts, k chosen."""
 
 from __future__ import annotations
 

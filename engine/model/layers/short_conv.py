@@ -1,4 +1,4 @@
-"""A short convolution between two gates. Legend: T tokens, H hidden, C channels on this rank."""
+"""A gated short convolution (LFM2). Legend: T tokens, H hidden, C channels on this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention and a state space that read the same input. Legend: T tokens, H hidden."""
+"""Attention and a state space model in parallel on the same input. Legend: T tokens, H hidden."""
 
 from __future__ import annotations
 

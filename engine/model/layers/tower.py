@@ -1,4 +1,4 @@
-"""The tower over flat patches; see the spec of the same name. It is small and runs once a picture: every rank has all.
+"""The vision transformer over patches of pictures of any size, whole on every rank; spec: `spec/tower.py`.
 
 Legend: T patches of all pictures, class tokens among them where there are; E elements of a patch, H tower width, n
 features, W decoder width.

@@ -1,4 +1,4 @@
-"""From picture tensors to patches in one row, and where they are: positions, rotations, windows.
+"""Turns picture tensors into one sequence of patches, with positions, rotations and windows.
 
 The patches of a kernel of k x k stand next to each other, kernel rows first; with kernel 1 that is row by row.
 Legend: T patches, E elements of a patch, P positions of a table, H width, N heads, D head dim, A = D / 2 angles.

@@ -1,4 +1,4 @@
-"""Vision towers by their spec: one line a kind."""
+"""Maps each vision tower spec to the class that computes it."""
 
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.layers.anyres import AnyRes

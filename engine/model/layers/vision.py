@@ -1,4 +1,4 @@
-"""CLIP- and SigLIP-type vision tower with its projector. It is small and runs once a picture: every rank has all of it.
+"""CLIP and SigLIP vision towers with a projector, whole on every rank.
 
 Legend: B pictures, C channels, Y X pixels, P patches, S = P (+ 1 class token), H tower width, T = B * S.
 """

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: a fixed tower over the whole picture and the tiles of the resolution that suits it, as data. No torch."""
+"""LLaVA-NeXT: a fixed-size tower over the picture and over tiles of the best resolution, as data. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys that an indexer chooses (MiniMax-M3, arXiv 2606.13392), as data. No torch."""
+"""Attention over blocks of keys that an indexer selects (MiniMax-M3, arXiv 2606.13392), as data. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer keeps of the sequences that run. No torch."""
+"""What a layer caches for each sequence: keys and values per token, and recurrent states. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between a tower's patches and the decoder, step by step, as data. No torch.
+"""The projector between a vision tower and the decoder, as a list of steps. No torch.
 
 Patches come with those of one kernel next to each other. Every merger and projector in use is a short chain of the same
 few steps, so that a new one is a new order and not a new block.

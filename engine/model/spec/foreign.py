@@ -1,4 +1,4 @@
-"""The eyes of a foreign model, as data: nothing is known of them here. No torch."""
+"""The vision part of a model of unknown architecture, of which only the image token is known. No torch."""
 
 from __future__ import annotations
 

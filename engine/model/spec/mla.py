@@ -1,4 +1,4 @@
-"""Multi-head latent attention, over all keys or over those that an indexer chooses, as data. No torch."""
+"""Multi-head latent attention, over all keys or over keys that an indexer selects, as data. No torch."""
 
 from __future__ import annotations
 

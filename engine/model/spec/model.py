@@ -1,4 +1,4 @@
-"""A whole model, as data. No torch."""
+"""The specification of a whole model: layers, embeddings, head and vision tower, as data. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routed experts, as data. No torch."""
+"""Mixture of experts: router, routed experts and shared experts, as data. No torch."""
 
 from __future__ import annotations
 

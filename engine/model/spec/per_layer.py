@@ -1,4 +1,4 @@
-"""Inputs of their own for every layer, from the token and from its embedding (Gemma 3n and 4), as data. No torch."""
+"""Per-layer input embeddings, from the token and from its embedding (Gemma 3n and 4), as data. No torch."""
 
 from __future__ import annotations
 

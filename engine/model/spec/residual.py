@@ -1,4 +1,4 @@
-"""How layers hand on what they computed when it is more than one residual stream, as data. No torch.
+"""Residual topologies with more than one stream between layers, as data. No torch.
 
 What flows between layers is one tensor [tokens, planes, hidden]: `planes(i)` of them enter layer i (layer
 `num_layers`: the end of the stack), and a pipeline stage hands on exactly these. A model without such a topology hands

@@ -1,4 +1,4 @@
-"""Rotary positions and how they are stretched, as data. No torch."""
+"""Rotary position embedding and its scaling methods, as data. No torch."""
 
 from __future__ import annotations
 

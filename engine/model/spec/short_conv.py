@@ -1,4 +1,4 @@
-"""A short convolution between two gates, as data. No torch."""
+"""A gated short convolution, as data. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention and a state space that read the same input, as data. No torch."""
+"""Attention and a state space model in parallel on the same input, as data. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vision tower over flat patches of pictures, or of their tiles, of any size, as data. No torch.
+"""A vision transformer over patches of pictures, or of their tiles, of any size, as data. No torch.
 
 One tower covers what released models do: how pictures come in, which positions their patches have, what attends to
 what, which states become features, and the chain of steps to the decoder. See `vision.py` for the older fixed tower.

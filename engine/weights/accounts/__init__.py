@@ -1,1 +1,1 @@
-"""What the ledger enters and says: kinds at once, gaps, prefixes, padding, contradictions between configurations."""
+"""Parts of the ledger: bulk entry, gaps, renamed prefixes, padding, contradicting configurations."""

@@ -1,4 +1,4 @@
-"""Zeros that nobody needs: tensors stored longer than their parameter, and biases that exporters put beside codes.
+"""Padding that must be zero: tensors longer than their parameter, and unused biases beside quantized codes.
 
 The tail of a longer tensor is padding, and it is read to see whether it is anything else; so is such a bias.
 

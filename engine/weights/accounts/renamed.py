@@ -1,4 +1,4 @@
-"""Tensors whose names begin otherwise than the rules of a family have it, throughout: one fault, and said as one.
+"""Detects tensor names that all carry a different prefix than the family expects, and reports it as one fault.
 
 No torch.
 """

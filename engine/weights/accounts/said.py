@@ -1,4 +1,4 @@
-"""What configurations say about storage twice and not alike, or without anybody reading it. No torch."""
+"""Finds contradictions and unread options in what configurations say about quantization. No torch."""
 
 from __future__ import annotations
 

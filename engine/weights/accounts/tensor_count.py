@@ -1,4 +1,4 @@
-"""How many tensors a release has, from its configuration alone: one layer of each kind stands for those like it."""
+"""Estimates how many tensors a release has from its configuration alone."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the files of a checkpoint say: headers, indexes and which files belong together, read with bounds. No torch."""
+"""Reads a checkpoint's headers and index within size limits, and decides which files belong together. No torch."""

@@ -1,4 +1,4 @@
-"""Tensors that several shards hold: which of the copies is used, and what is said of it. No torch."""
+"""Duplicate tensors: which copy is used when several shards hold one, and what is reported. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint, which says which file holds which tensor: read with bounds, held against headers.
+"""Reads the index of a sharded checkpoint within size limits and checks it against the headers of the shards.
 
 Headers are the truth; the index only decides which files belong to the release. No torch.
 """

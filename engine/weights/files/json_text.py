@@ -1,4 +1,4 @@
-"""JSON as releases have it; of a text that is none, what it is in its place, or where it breaks. No torch."""
+"""Decodes JSON and explains what is wrong with a text that is not JSON. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file is that is no safetensors file, told by its first bytes. No torch."""
+"""Recognises files that are not safetensors by their first bytes. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small safetensors files without torch: written atomically, byte for byte as the safetensors library writes them.
+"""Reads and writes small safetensors files without torch: atomic writes, byte for byte like the safetensors library.
 
 For inputs, golden files and reports. Checkpoints are read by `checkpoint.py`, which has bounds for much larger headers.
 

@@ -1,4 +1,4 @@
-"""Which files of a directory are the release's weights, and which of them are not there. No torch."""
+"""Decides which files of a directory are the release's weights, and which shards are missing. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No cyclic garbage collection while very many small objects without cycles are made: it would only walk over them."""
+"""Turns off cyclic garbage collection while very many small objects are created, which it would only slow down."""
 
 from __future__ import annotations
 

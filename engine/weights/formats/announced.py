@@ -1,4 +1,4 @@
-"""What a configuration announces: `quantization_config` of every tool that is read here, as a scheme. No torch.
+"""Parses `quantization_config` of every supported quantization tool into a scheme. No torch.
 
 Nothing is guessed: a tool, a layout or an option that is not listed is refused by name, with what is known about it.
 """

@@ -1,4 +1,4 @@
-"""compressed-tensors: groups of modules, each with a layout. No torch.
+"""Parses compressed-tensors configurations: groups of modules, each with its own format. No torch.
 
 Source: https://github.com/vllm-project/compressed-tensors.
 """

@@ -1,4 +1,4 @@
-"""Weights stored as they are used: one element, one number."""
+"""Weights that are stored without quantization: one element, one number."""
 
 from __future__ import annotations
 

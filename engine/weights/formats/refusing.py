@@ -1,4 +1,4 @@
-"""Options of a quantization configuration, read with refusals that name the option. No torch."""
+"""Reads options of a quantization configuration; a bad value is refused with the name of the option. No torch."""
 
 from __future__ import annotations
 

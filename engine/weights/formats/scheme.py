@@ -1,4 +1,4 @@
-"""Which module is stored in which format, as a configuration announces it. No torch."""
+"""Which modules are stored in which quantization format, as declared by a configuration. No torch."""
 
 from __future__ import annotations
 

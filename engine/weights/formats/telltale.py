@@ -1,4 +1,4 @@
-"""Tools that config.json does not name, told by what only they write: a file, or the ends of names. No torch."""
+"""Recognises quantization tools that config.json does not name, by files or tensor names only they write. No torch."""
 
 from __future__ import annotations
 

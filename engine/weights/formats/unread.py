@@ -1,4 +1,4 @@
-"""Options of quantization configurations that say nothing about how weights are stored. No torch.
+"""Quantization options that are known not to affect how weights are stored. No torch.
 
 Every other option that no reader asked for is named in a finding: it may be about numbers.
 """

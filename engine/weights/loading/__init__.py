@@ -1,1 +1,1 @@
-"""How pieces come into memory: pages, readers, placing, and which weights are there when."""
+"""How pieces get into memory: page allocation, readers, placement and residency."""

@@ -1,4 +1,4 @@
-"""Which bytes of a file to read for a region of a stored tensor: whole rows, or shares of wide ones. No torch."""
+"""Which byte ranges of a file to read for a slice of a stored tensor: whole rows or parts of rows. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a weight that stays packed is held as, out of its stored tensors: row by row, in blocks that may be smaller."""
+"""Lays out weights that stay packed, row by row, from their stored tensors; blocks may become smaller."""
 
 from __future__ import annotations
 

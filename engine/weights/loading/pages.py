@@ -1,4 +1,4 @@
-"""Anonymous memory whose pages the system provides ahead of use, in the background, huge if given. No torch."""
+"""Allocates anonymous memory and faults its pages in ahead of use, in huge pages where available. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a piece comes into its place: read straight there, or read into staging memory, then cut, converted or unpacked.
+"""Places a piece: read straight into its destination, or through staging memory and then cut, converted or unpacked.
 
 Every piece is a run of steps. A step has reads to be carried out and, behind them, something to do.
 """

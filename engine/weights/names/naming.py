@@ -1,4 +1,4 @@
-"""Names by pattern, for one name and for groups of them."""
+"""Abbreviates names to patterns, singly and in groups."""
 
 from __future__ import annotations
 

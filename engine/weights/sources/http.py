@@ -1,4 +1,4 @@
-"""Files of a web server, read by range requests. There is no listing: names are those of the index, and usual ones.
+"""Reads checkpoint files from a web server by range requests. There is no listing: names come from the index.
 
 Source of the protocol: RFC 9110, sections 13 to 15 (range requests, conditional requests, status codes).
 """

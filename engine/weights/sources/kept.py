@@ -1,4 +1,4 @@
-"""What was read from afar, kept in a local file: read again from there, and gone on with after a crash.
+"""Caches remote bytes in a local file, from which an interrupted load resumes.
 
 Beside the sparse `NAME.part` lies a journal of the blocks that are in it, each with its checksum: whatever a crash left
 behind, a block whose checksum does not hold is fetched again. Several are asked for by one request, and each is written

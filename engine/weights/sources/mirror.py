@@ -1,4 +1,4 @@
-"""A checkpoint at a URL as a directory here: side files are fetched, weights are read from afar when asked for.
+"""Presents a checkpoint at a URL as a local directory: side files are fetched, weights stay remote.
 
 The directory lies in the cache, keyed by the address and by what every file was (size, etag): another version of the
 release is another directory, and so is every look at files of which the server states no version. In it a pointer

@@ -1,4 +1,4 @@
-"""Objects of S3, Google Cloud Storage and Azure, through obstore; credentials come by that library's own chain."""
+"""Reads objects of S3, Google Cloud Storage and Azure through obstore, with its own credential chain."""
 
 from __future__ import annotations
 

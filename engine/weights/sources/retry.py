@@ -1,4 +1,4 @@
-"""Going on after cut and stalled connections: what has arrived stays, the rest is asked for again, later and later.
+"""Resumes broken or stalled transfers: bytes that arrived are kept, the rest is requested again with backoff.
 
 How long that is tried while no byte comes is the patience; whoever gives up a load ends what is being tried at once.
 """
