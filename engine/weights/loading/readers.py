@@ -22,7 +22,7 @@ Provide = Callable[[memoryview], None]  # has memory backed that is about to be 
 
 CHUNKS_PER_THREAD = 4  # so that all threads end at about the same time
 MAX_BUFFERS = 512  # per read; Linux accepts 1,024
-ROWS_BYTES = 1 << 20  # of shares of rows that are one reader's
+ROWS_BYTES = 4 << 20  # of shares of rows that are one reader's
 AHEAD_BYTES = 256 << 20  # of jobs that are being read or wait to be taken
 POLL_S = 0.1  # how soon a cancellation is seen
 
@@ -325,7 +325,7 @@ def _plan(job: Job, source: ByteSource, share_bytes: int) -> Iterator[_Read]:
     chunks: list[tuple[str, int, memoryview]] = []
     for piece in job.pieces:
         if isinstance(piece, Rows):
-            yield from _row_reads(job, source, piece, chunk_bytes)
+            yield from _row_reads(job, source, piece, max(shape.smallest_bytes, share_bytes))
             continue
         path, offset_bytes, target = piece
         if target.nbytes == 0:
@@ -345,7 +345,8 @@ def _plan(job: Job, source: ByteSource, share_bytes: int) -> Iterator[_Read]:
 
 def _row_reads(job: Job, source: ByteSource, rows: Rows, most_bytes: int) -> Iterator[_Read]:
     """Shares of rows by the hundred: so many that a request is neither long in the file nor in what it brings."""
-    count = max(1, min(ROWS_BYTES // rows.span_bytes, most_bytes // rows.stride_bytes))
+    brought = min(ROWS_BYTES, most_bytes) // rows.span_bytes
+    count = max(1, min(brought, source.shape.chunk_bytes // rows.stride_bytes))
     file = _SharedFile(source, rows.file)
     reads = [_Read(job, file, rows.offset_bytes, [], rows.part(at, count)) for at in range(0, rows.count, count)]
     file.reads_left = len(reads)

@@ -213,6 +213,17 @@ def after(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def before(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The first `count` bytes of the buffers."""
+    found: list[memoryview] = []
+    for view in buffers:
+        if count <= 0:
+            break
+        found.append(view[:count])
+        count -= view.nbytes
+    return found
+
+
 def scatter(part: memoryview, buffers: list[memoryview]) -> list[memoryview]:
     """Copy `part` into the buffers, one after another; what is left of them. Bytes beyond them are an error."""
     taken = 0

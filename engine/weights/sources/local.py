@@ -26,12 +26,13 @@ from firstlight.engine.weights.sources.base import (
     Usage,
     absent,
     after,
+    before,
     changed,
     ended_early,
     unread,
 )
 from firstlight.engine.weights.sources.native import Native, native
-from firstlight.engine.weights.sources.trial import ROWS_TURN_BYTES, Cheaper, Gaps, Trial
+from firstlight.engine.weights.sources.trial import Cheaper, Gaps, Trial
 
 Method = Literal["auto", "buffered", "direct"]
 BLOCK_BYTES = 4096  # what O_DIRECT aligns offsets, lengths and memory to, on every disk there is
@@ -42,6 +43,7 @@ ALONE_BYTES = 32 << 10  # of a share of a row that is worth a read of its own pa
 NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth being called for
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 NOT_THERE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)  # without waiting, or without asking so at all
+CACHED_CHUNK_BYTES = 32 << 20  # of one read while nothing is waited for
 LOCAL_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=4 << 10, in_flight=8)
 
 
@@ -59,16 +61,16 @@ class LocalFiles:
         self.trial = Trial()
         self.gaps = Gaps()
         self.has_shares = False  # of rows to be read: then what comes next in a file is not what will be wanted next
-        self.ranges = Cheaper("mapped", "read")  # out of the page cache
         self._rows: dict[tuple[int, int], Cheaper] = {}
-        self._cached_shape = replace(LOCAL_SHAPE, in_flight=min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0))))
+        readers = min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0)))
+        self._cached_shape = replace(LOCAL_SHAPE, chunk_bytes=CACHED_CHUNK_BYTES, in_flight=readers)
         self._spare: list[Buffer] = []
         self._compiling = threading.Lock()
         self._first_seen: dict[str, str] = {}
 
     @property
     def shape(self) -> ReadShape:
-        """As many readers as cores while everything comes from the page cache; once the disk is waited for, more."""
+        """As many readers as cores while everything comes from the page cache; then more, for less each."""
         waits = self.method == "direct" or self.usage["buffered"] or self.usage["direct"]
         return LOCAL_SHAPE if waits else self._cached_shape
 
@@ -101,7 +103,7 @@ class LocalFiles:
     def rows(self, span_bytes: int, stride_bytes: int) -> Cheaper:
         """Which way shares of about such rows come out of the page cache."""
         kind = span_bytes.bit_length(), stride_bytes.bit_length()
-        return self._rows.setdefault(kind, Cheaper("mapped", "read", turn_bytes=ROWS_TURN_BYTES))
+        return self._rows.setdefault(kind, Cheaper("together", "apart"))
 
     def native(self, nbytes: int) -> Native | None:
         """What is compiled, for a piece of memory that is worth it; None: there is only Python."""
@@ -302,11 +304,21 @@ class LocalFile:
         compiled, ways = self._source.native(target.nbytes), self._source.rows(span, offsets.step)
         if compiled is None:
             return self._rows_one_by_one(offsets, target, span)
-        way, before_s = ways.way(), time.thread_time()
-        take = compiled.take_rows if way == "mapped" else compiled.try_rows
-        done = take(self._descriptor, offsets[0], target, span, offsets.step)
+        way, before_s, done = ways.way(), time.thread_time(), 0
+        if way == "together":
+            done = self._rows_by_buffer(compiled, offsets, target, span)
+        if done < len(offsets):
+            done += compiled.try_rows(self._descriptor, offsets[done], target[done * span :], span, offsets.step)
         ways.took(way, done * span, time.thread_time() - before_s)
         return done
+
+    def _rows_by_buffer(self, compiled: Native, offsets: range, target: memoryview, span: int) -> int:
+        """How many rows the page cache gave with what is between them."""
+        buffer = self._source.take_buffer()
+        try:
+            return compiled.take_rows(self._descriptor, offsets[0], target, span, offsets.step, buffer.bytes)
+        finally:
+            self._source.give_buffer(buffer)
 
     def _rows_one_by_one(self, offsets: range, target: memoryview, span: int) -> int:
         descriptor, preadv, done = self._descriptor, os.preadv, 0
@@ -334,29 +346,21 @@ class LocalFile:
 
     def _from_cache(self, offset: int, pending: list[memoryview]) -> list[memoryview]:
         """Take what the page cache holds without waiting for the disk; what is left."""
-        ways = self._source.ranges
         while pending:
-            compiled, count = self._source.native(pending[0].nbytes), 0
-            way, before_s = ways.way() if compiled is not None else "read", time.thread_time()
-            if compiled is not None and way == "mapped":
-                count = compiled.take(self._descriptor, offset, pending[0])
-            if not count:
-                way, few = "read", pending
-                if compiled is not None:
-                    there = compiled.cached(self._descriptor, offset, pending[0].nbytes)
-                    if not there:
-                        return pending
-                    few = [pending[0][:there]]
-                try:
-                    count = os.preadv(self._descriptor, few, offset, NO_WAIT)
-                except OSError as error:
-                    if error.errno in NOT_THERE:
-                        return pending
-                    raise
+            wanted = sum(view.nbytes for view in pending)
+            compiled, there = self._source.native(wanted), wanted
+            if compiled is not None:
+                there = compiled.cached(self._descriptor, offset, wanted)
+            if not there:
+                return pending
+            try:
+                count = os.preadv(self._descriptor, before(pending, there), offset, NO_WAIT)
+            except OSError as error:
+                if error.errno in NOT_THERE:
+                    return pending
+                raise
             if count == 0:
                 return pending
-            if compiled is not None:
-                ways.took(way, count, time.thread_time() - before_s)
             self._source.usage.add("cached", count)
             offset += count
             pending = after(pending, count)

@@ -1,4 +1,4 @@
-"""What reads of local files gain from C++: copies out of the page cache and shares of rows, without Python's lock.
+"""What reads of local files gain from C++: what the page cache holds, and shares of rows, without Python's lock.
 
 Compiled once per machine, in about a second, by whichever load has much to read first. Without a compiler, or where the
 system differs, `native` gives None and `local.py` reads in its plain way: the same bytes, only later.
@@ -26,33 +26,36 @@ class Native:
         """Raises `OSError` where the library cannot be loaded."""
         compiled = ctypes.CDLL(str(path))
         file, number, memory = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._take, self._take_rows = compiled.firstlight_take, compiled.firstlight_take_rows
+        self._take_rows = compiled.firstlight_take_rows
         self._try_rows, self._read_rows = compiled.firstlight_try_rows, compiled.firstlight_read_rows
-        self._take.argtypes = (file, number, memory, number)
-        for function in (self._take_rows, self._try_rows, self._read_rows):
+        for function in (self._try_rows, self._read_rows):
             function.argtypes = (file, number, memory, number, number, number)
+        self._take_rows.argtypes = (file, number, memory, number, number, number, memory, number)
         self._cached = compiled.firstlight_cached
         self._cached.argtypes, self._cached.restype = (file, number, number), number
         self._gather = compiled.firstlight_gather
         self._gather.argtypes, self._gather.restype = (memory, memory, number, number, number), None
-        for function in (self._take, self._take_rows, self._try_rows, self._read_rows):
+        for function in (self._take_rows, self._try_rows, self._read_rows):
             function.restype = number
 
     def cached(self, descriptor: int, offset_bytes: int, nbytes: int) -> int:
         """How many bytes of a range, from its start on, seem to be in the page cache; nothing is read for that."""
         return int(self._cached(descriptor, offset_bytes, nbytes))
 
-    def take(self, descriptor: int, offset_bytes: int, target: memoryview) -> int:
-        """Copy what the page cache holds of a range, from its start on, by mapping it; bytes copied."""
-        return int(self._take(descriptor, offset_bytes, _address(target), target.nbytes))
+    def take_rows(
+        self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int, scratch: memoryview
+    ) -> int:
+        """Copy `span` of every `stride` bytes by way of `scratch`, with what is between; rows copied.
 
-    def take_rows(self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int) -> int:
-        """Copy `span` of every `stride` bytes for as long as the page cache holds them, by mapping; rows copied."""
-        count = target.nbytes // span
-        return int(self._take_rows(descriptor, offset_bytes, _address(target), count, span, stride))
+        Those are as many as the page cache holds, with what is between them.
+        """
+        count, place = target.nbytes // span, _address(target)
+        return int(
+            self._take_rows(descriptor, offset_bytes, place, count, span, stride, _address(scratch), scratch.nbytes)
+        )
 
     def try_rows(self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int) -> int:
-        """The same by one read a row."""
+        """Copy `span` of every `stride` bytes, one read a row, while the page cache holds them; rows copied."""
         count = target.nbytes // span
         return int(self._try_rows(descriptor, offset_bytes, _address(target), count, span, stride))
 

@@ -13,8 +13,7 @@ PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
     ("direct", 32 << 20, True),
 )  # bytes read in either way before one is chosen, and whether they count
 CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it
-TURN_BYTES = 16 << 20  # copied in each way before one is chosen
-ROWS_TURN_BYTES = 4 << 20  # the same of shares of rows of one kind, which are fewer
+TURN_BYTES = 2 << 20  # copied in each way before one is chosen
 BYTES_A_S, REQUESTS_A_S = 1e9, 5e4  # what a disk is taken for, and for how long, before it is measured
 GUESS_S = 0.01
 
@@ -155,14 +154,12 @@ class Gaps:
 class Cheaper:
     """Which of several ways of copying takes less of the processor's time a byte.
 
-    Out of the page cache that is either reading or mapping: mapping is a third cheaper where the cache holds a file in
-    large pieces, as it does what was written or read in order, and twice as dear where it holds single pages. Of shares
-    of rows, short ones that are near each other are cheaper mapped, and others read.
+    Shares of rows out of the page cache: short ones that are near each other are cheaper with what lies between them,
+    others by a read for each.
     """
 
-    def __init__(self, *ways: str, turn_bytes: int = TURN_BYTES) -> None:
+    def __init__(self, *ways: str) -> None:
         self._ways = ways
-        self._turn_bytes = turn_bytes
         self._seconds = dict.fromkeys(ways, 0.0)
         self._bytes = dict.fromkeys(ways, 0)
         self._lock = threading.Lock()
@@ -179,5 +176,5 @@ class Cheaper:
         with self._lock:
             self._bytes[way] += nbytes
             self._seconds[way] += seconds
-            if min(self._bytes.values()) >= self._turn_bytes:
+            if min(self._bytes.values()) >= TURN_BYTES:
                 self._chosen = min(self._ways, key=lambda one: self._seconds[one] / self._bytes[one])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -412,32 +411,27 @@ def test_what_is_behind_the_end_of_a_file_is_not_in_the_page_cache(files: dict[P
         assert compiled.cached(stream.fileno(), len(content) + (1 << 20), 300_000) == 0
 
 
-def test_a_file_that_is_cut_while_it_is_copied_from_ends_no_process(tmp_path: Path) -> None:
-    """Whenever it happens: a bus error comes back as bytes that are not there. `check` tells of a file that changed."""
+@pytest.mark.parametrize(
+    ("span", "stride", "scratch_bytes"), [(256, 4096, 20_000), (5000, 5000, 8192), (300, 301, 299)]
+)
+def test_shares_of_rows_are_the_same_by_either_way(tmp_path: Path, span: int, stride: int, scratch_bytes: int) -> None:
+    """Out of one buffer for many rows, and one by one; both end where the file does."""
     compiled = local.native()
     assert compiled is not None
-    path, size, done = tmp_path / "shard", 1 << 20, threading.Event()
-    content = bytes([7]) * size
+    path, rows = tmp_path / "shard", 100
+    content = random.Random(1).randbytes(99 * stride + span)
     path.write_bytes(content)
-    before = signal.getsignal(signal.SIGBUS)
-
-    def cut() -> None:
-        while not done.is_set():
-            os.truncate(path, 100_000)
-            path.write_bytes(content)
-
-    cutter = threading.Thread(target=cut)
-    cutter.start()
-    descriptor, target = os.open(path, os.O_RDONLY), bytearray(size)
-    try:
-        for _ in range(600):
-            assert 0 <= compiled.take(descriptor, 0, memoryview(target)) <= size
-            assert 0 <= compiled.take_rows(descriptor, 0, memoryview(target)[:2560], 10, 4096) <= 256
-    finally:
-        done.set()
-        cutter.join()
-        os.close(descriptor)
-    assert signal.getsignal(signal.SIGBUS) == before
+    expected = b"".join(content[at * stride : at * stride + span] for at in range(rows))
+    target, more = bytearray(rows * span), bytearray(200 * span)
+    with path.open("rb") as stream:
+        scratch = memoryview(bytearray(scratch_bytes))
+        done = compiled.take_rows(stream.fileno(), 0, memoryview(target), span, stride, scratch)
+        assert done == (rows if span <= scratch_bytes else 0)
+        assert target[: done * span] == expected[: done * span]
+        assert compiled.try_rows(stream.fileno(), 0, memoryview(target), span, stride) == rows
+        assert target == expected
+        assert compiled.take_rows(stream.fileno(), 0, memoryview(more), span, stride, scratch) <= done
+        assert compiled.try_rows(stream.fileno(), 0, memoryview(more), span, stride) == rows
 
 
 @pytest.mark.parametrize("compilers", [(), ("false",)])

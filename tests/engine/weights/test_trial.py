@@ -36,11 +36,11 @@ def test_gaps_are_read_or_left_out_whichever_is_sooner_done(monkeypatch: pytest.
 
 def test_kinds_of_rows_have_a_way_out_of_the_page_cache_each() -> None:
     source = LocalFiles()
-    for way, costs in (("mapped", 1.0), ("read", 2.0)):
+    for way, costs in (("together", 1.0), ("apart", 2.0)):
         source.rows(512, 4096).took(way, 8 << 20, costs)
         source.rows(2048, 16_384).took(way, 8 << 20, 1 / costs)
-    assert source.rows(600, 5000).way() == "mapped"
-    assert source.rows(2048, 16_384).way() == "read"
+    assert source.rows(600, 5000).way() == "together"
+    assert source.rows(2048, 16_384).way() == "apart"
 
 
 def test_the_faster_way_is_found_by_trying_both(monkeypatch: pytest.MonkeyPatch) -> None:
