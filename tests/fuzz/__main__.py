@@ -20,6 +20,7 @@ import atheris
 
 from tests.fuzz.mutations import mutate
 
+PACKAGES = [f"firstlight.{name}" for name in ("engine.weights", "engine.model", "engine.inputs", "workbench")]
 MOST_BYTES = 1 << 14
 IN_MEMORY = Path("/dev/shm")
 
@@ -40,9 +41,7 @@ def main() -> int:
 def search() -> None:
     """Has libFuzzer search, until it ends this process."""
     name, *options = sys.argv[1:]
-    with atheris.instrument_imports(
-        include=["firstlight.engine.weights", "firstlight.engine.model", "firstlight.workbench"]
-    ):
+    with atheris.instrument_imports(include=PACKAGES):
         from tests.fuzz import targets
     found = Path("build/fuzz") / name
     found.mkdir(parents=True, exist_ok=True)

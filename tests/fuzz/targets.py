@@ -10,14 +10,23 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from io import BytesIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from PIL import Image
+
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
+from firstlight.engine.inputs.pictures import open_picture
+from firstlight.engine.inputs.prepare import Processor
+from firstlight.engine.inputs.side_files import GENERATION_CONFIG, PREPROCESSOR_CONFIG, PROCESSOR_CONFIG
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights.accounts.said import MODELOPT
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.header import read_header, read_text
 from firstlight.engine.weights.files.index import INDEX
@@ -28,6 +37,8 @@ from firstlight.engine.weights.names.stock import stock
 from firstlight.engine.weights.names.table import infos_of
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
+from firstlight.workbench.manifest import Entry, Manifest, differences
+from tests.engine.inputs.toys import IMAGE_PROCESSOR, make_toys
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -113,13 +124,90 @@ def config(data: bytes) -> None:
         _complete(refused.findings)
 
 
+def _write(place: Path, names: Sequence[str], data: bytes) -> None:
+    """Several files in one: parts divided by a zero byte; a file whose part is empty is absent."""
+    parts = data.split(b"\0", len(names) - 1)
+    for name, part in zip_longest(names, parts, fillvalue=b""):
+        (place / str(name)).unlink(missing_ok=True)
+        if part:
+            (place / str(name)).write_bytes(bytes(part))
+
+
 def tokenizer(data: bytes) -> None:
-    """Side files, three in one: tokenizer.json, generation_config.json and processor_config.json, by a zero byte."""
+    """Side files as a scan reads them: each disagreement is a finding."""
     place = home("tokenizer")
-    names = ("tokenizer.json", "generation_config.json", "processor_config.json")
-    for name, part in zip(names, data.split(b"\0", 2), strict=False):
-        (place / name).write_bytes(part)
+    _write(place, ("tokenizer.json", "generation_config.json", "processor_config.json"), data)
     _complete(disagreements(place, VISION, 32))
+
+
+def prompts(data: bytes) -> None:
+    """The files beside a sound tokenizer.json: a prompt is written and encoded, or refused."""
+    place = inputs_home("prompts")
+    _write(place, ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", GENERATION_CONFIG), data)
+    _complete(disagreements(place, VISION, 420))
+    try:
+        processor = Processor.open(place)
+        _complete(processor.prepare("a cat", chat=True).record.findings)
+    except Refused as refused:
+        _complete(refused.findings)
+
+
+def _png(size: tuple[int, int]) -> bytes:
+    stream = BytesIO()
+    Image.new("RGB", size, (9, 99, 199)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def pictures(data: bytes) -> None:
+    """A processor's files: two pictures become pixels and placeholders, as many as the prompt has features, or not."""
+    place = inputs_home("pictures")
+    _write(place, (PROCESSOR_CONFIG, PREPROCESSOR_CONFIG), data)
+    _complete(disagreements(place, VISION, 420))
+    images = [open_picture(_png(size)) for size in ((40, 24), (7, 31))]
+    try:
+        processor = Processor.open(place)
+        _complete(processor.image_processor.constants.findings)
+        prepared = processor.prepare("<image> and <image>".replace("<image>", processor.expansion.token), images)
+        _complete(prepared.record.findings)
+        assert len(prepared.picture_spans) == len(images)
+    except Refused as refused:
+        _complete(refused.findings)
+
+
+def quantization(data: bytes) -> None:
+    """How weights are stored, by `quantization_config` and ModelOpt's file: a complete account, or what it lacks."""
+    place = home("quantization")
+    text, _, beside = data.partition(b"\0")
+    quoted = b'{"quantization_config": ' + (text or b"null") + b", " + _text(LLAMA)[1:]
+    (place / "config.json").write_bytes(quoted)
+    _write(place, (MODELOPT,), beside)
+    try:
+        found = Checkpoint.open(place)
+        _complete(account(found, *FAMILIES.describe(found.config)).findings)
+    except Refused as refused:
+        _complete(refused.findings)
+
+
+def manifest(data: bytes) -> None:
+    """A manifest: it is held against another, both ways, or refused."""
+    path = home("manifest") / "manifest"
+    path.write_bytes(data)
+    try:
+        other = Manifest.read(path)
+    except Refused as refused:
+        _complete(refused.findings)
+        return
+    assert not list(differences(other, other))
+    _complete([*differences(OTHER, other), *differences(other, OTHER)])
+
+
+@cache
+def inputs_home(target: str) -> Path:
+    """A directory with a sound tokenizer, a chat template and a processor, of a target's own."""
+    place = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    make_toys(place)
+    return place / "vlm"
 
 
 VISION: dict[str, Any] = {
@@ -133,6 +221,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "index": index,
     "config": config,
     "tokenizer": tokenizer,
+    "prompts": prompts,
+    "pictures": pictures,
+    "quantization": quantization,
+    "manifest": manifest,
 }
 
 
@@ -152,6 +244,78 @@ def _tokenizer_files(tokens: int) -> bytes:
 
 
 MOE = {**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 4}
+MARKED = {"content": "<|im_end|>", "special": True, "lstrip": False}
+PROMPTS: tuple[tuple[Any, ...], ...] = (
+    (
+        {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"420": MARKED}, "eos_token": MARKED},
+        {"bos_token": "<|endoftext|>", "image_token": "<image>"},
+        {"<new>": 421},
+        {"eos_token_id": [2, 3], "do_sample": True, "temperature": 0.6, "suppress_tokens": [4]},
+    ),
+    ({"tokenizer_class": "Qwen2Tokenizer", "chat_template": [{"name": "default", "template": "{{ messages }}"}]},),
+    ({"tokenizer_class": "LlamaTokenizer", "additional_special_tokens": ["<a>", MARKED], "legacy": False},),
+)
+PICTURES: tuple[Any, ...] = (
+    {
+        "processor_class": "LlavaProcessor",
+        "image_processor": IMAGE_PROCESSOR,
+        "patch_size": 8,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    },
+    {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 64, "longest_edge": 4096},
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
+    {
+        "processor_class": "LlavaNextProcessor",
+        "patch_size": 8,
+        "vision_feature_select_strategy": "default",
+        "image_processor": {
+            **IMAGE_PROCESSOR,
+            "image_processor_type": "LlavaNextImageProcessor",
+            "image_grid_pinpoints": [[32, 64], [64, 32]],
+        },
+    },
+)
+QUANTIZATIONS: tuple[Any, ...] = (
+    {"quant_method": "fp8", "weight_block_size": [4, 4], "modules_to_not_convert": ["lm_head"]},
+    {"quant_method": "awq", "bits": 4, "group_size": 4, "zero_point": True, "version": "gemm"},
+    {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": -1,
+        "sym": True,
+        "dynamic": {"-:.*up.*": {}, "+:.*q": {"bits": 8}},
+    },
+    {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*down.*"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "group_size": 4, "symmetric": True},
+            }
+        },
+    },
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head*"]},
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+)
+OTHER = Manifest(
+    name="other",
+    tensors={
+        "a.weight": Entry("F32", (2, 3), "0" * 64),
+        "b.weight": Entry("BF16", (), "1" * 64),
+    },
+    files={"config.json": "2" * 64},
+)
 SEEDS: Mapping[str, tuple[bytes, ...]] = {
     "header": (
         raw(entries({"a": [2, 3], "b": []}), 28),
@@ -172,4 +336,11 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         _text({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_parameters": {"rope_theta": 1e4}}),
     ),
     "tokenizer": (_tokenizer_files(5), _tokenizer_files(40)),
+    "prompts": tuple(b"\0".join(map(_text, parts)) for parts in PROMPTS),
+    "pictures": tuple(map(_text, PICTURES)),
+    "quantization": tuple(map(_text, QUANTIZATIONS)),
+    "manifest": (
+        bytes(msgspec.json.encode(OTHER)),
+        bytes(msgspec.json.encode(Manifest(name="", tensors={}, files={}))),
+    ),
 }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.fuzz.mutations import mutate
 from tests.fuzz.targets import CORPUS, SEEDS, TARGETS
 
+EXAMPLES = {"prompts": 20, "pictures": 20, "quantization": 30}  # of targets that read more than a header
 FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 
 
@@ -28,7 +29,7 @@ def test_the_corpus_is_kept_and_small() -> None:
 def test_seeds_and_their_neighbours(name: str) -> None:
     """Every seed, and what a few changes to its JSON make of it."""
 
-    @settings(max_examples=150, database=None)
+    @settings(max_examples=EXAMPLES.get(name, 150), database=None)
     @given(st.sampled_from(SEEDS[name]), st.integers(0, 2**32), st.integers(0, 3))
     def run(seed: bytes, number: int, times: int) -> None:
         start = 8 if name == "header" else 0
