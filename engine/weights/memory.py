@@ -76,8 +76,8 @@ class Pool:
     ) -> Pool:
         """Reserve `nbytes`; with `populate` every page is backed now, by `threads` threads (default: torch's).
 
-        Without `wait` this returns at once and pages are backed in the background, from the start of the pool to its
-        end (see `wait`, `take_over`); without `populate` a page is backed when it is first written to. On CPUs the
+        Without `wait` this returns at once and pages are backed in the background, by one thread less, from the start
+        of the pool to its end (see `wait`, `take_over`); without `populate` a page is backed when it is first written to. On CPUs the
         range is anonymous memory that starts on a huge page and asks for them (`madvise(MADV_HUGEPAGE)`); `report()`
         tells whether they were given. Where they take longer than `slow_huge_page_s` each, the rest is backed by small
         pages until `join_pages` or the kernel itself joins them. Elsewhere it is one allocation of torch. Contents are
@@ -94,7 +94,8 @@ class Pool:
             return cls(name, data_N, None, time.perf_counter() - started)
         pages = Pages(nbytes, name, huge_pages)
         if populate:
-            pages.back(threads or torch.get_num_threads(), slow_huge_page_s)
+            others = 0 if wait else 1  # whoever does not wait has something to do meanwhile
+            pages.back(threads or max(1, torch.get_num_threads() - others), slow_huge_page_s)
         pool = cls.over(pages, name)
         if wait:
             pool.wait()

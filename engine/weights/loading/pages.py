@@ -24,6 +24,7 @@ UNITS = HUGE_PAGE_BYTES // UNIT_BYTES
 HUGE_FROM_BYTES = 32 << 20  # smaller ranges are not rounded up to whole huge pages, which would cost more than 6 %
 SLOW_HUGE_PAGE_S = 1e-3
 LAST_PAGES = 2  # that tell the pace: a slow one takes as long as seven in small pages
+HOPELESS = 4  # times as long as a slow one: then one is enough
 JOINING_SHARE = 0.1  # of the time may go into joining pages while the process computes
 BUSY_SHARE = 0.05  # of one core: more than that, and the process computes
 LEAST_WORK_S, LONGEST_REST_S = 1e-3, 1.0
@@ -307,10 +308,10 @@ class _Pace:
 
     def turns_slow(self) -> bool:
         """Whether it has become slow since the last question; it never becomes fast again."""
-        slow = sum(seconds > self.slow_s for seconds in self._took_s)
-        if self.is_slow or slow < LAST_PAGES:
+        slow = [seconds for seconds in self._took_s if seconds > self.slow_s]
+        if self.is_slow or not slow or (len(slow) < LAST_PAGES and max(slow) <= HOPELESS * self.slow_s):
             return False
-        self.is_slow, self.slow_page_s = True, statistics.median_high(self._took_s)
+        self.is_slow, self.slow_page_s = True, statistics.median_high(slow)
         return True
 
 

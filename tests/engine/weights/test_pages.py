@@ -87,6 +87,19 @@ def test_slow_huge_pages_are_given_up_after_a_few_and_said() -> None:
     assert backed(pages) >= SIZE * 0.98
 
 
+@pytest.mark.parametrize(
+    ("pages_s", "turns"),
+    [([2.0], False), ([2.0, 0.5, 3.0], False), ([2.0, 1.5], True), ([4.5], True), ([0.1, 5.0], True)],
+)
+def test_two_slow_pages_tell_or_one_that_is_hopeless(pages_s: list[float], turns: bool) -> None:
+    pace = module._Pace(slow_s=1.0)
+    for seconds in pages_s:
+        assert not pace.turns_slow()
+        pace.took(seconds, HUGE_PAGE_BYTES)
+    assert pace.turns_slow() == pace.is_slow == turns
+    assert not pace.turns_slow(), "it is told once"
+
+
 def test_an_area_starts_on_a_huge_page_and_sizes_are_those_of_tensors() -> None:
     pages = reserve([1, 64, 65], threads=1)
     pages.wait()
