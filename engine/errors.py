@@ -17,7 +17,7 @@ class FirstlightError(Exception):
 
 
 class Refused(FirstlightError):
-    """The input or the wish cannot be honoured; nothing was started. Exit status 2.
+    """The input or request cannot be used; nothing was started. Exit status 2.
 
     `findings` holds at least one `Finding`; the message is the first finding in words.
     """
@@ -28,13 +28,13 @@ class Refused(FirstlightError):
 
 
 class Occupied(Refused):
-    """Somebody works where this was to be done: what was recorded there stays true, and this is no part of it."""
+    """Another process is using the run directory; its records stay untouched."""
 
 
 class RankFailure(FirstlightError):
     """A rank died, stopped answering or raised; names the rank and the phase it was in.
 
-    `rank` is None where it is not one rank's doing: what watches them ended, or the time for all of them was over.
+    `rank` is None if no single rank is at fault: the supervisor ended, or a deadline for all ranks passed.
     """
 
     def __init__(self, rank: int | None, phase: str, reason: str) -> None:
@@ -53,7 +53,7 @@ def unwritable(
     room: str = "room on the disk",
     elsewhere: str = "",
 ) -> Refused:
-    """The refusal of a place that cannot be written: `not-found` where there is no such folder, else `not-available`.
+    """The refusal of a path that cannot be written: `not-found` if its folder does not exist, else `not-available`.
 
     `expected` of the place, or `room` where the disk is full; `elsewhere` is what to do other than to make room.
     """

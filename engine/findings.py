@@ -128,17 +128,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def listing(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a finding that say which tensors it is about."""
+    """The fields of a finding that list tensors: the first `MOST_TENSORS` of the names, and how many more there are."""
     return {"tensors": tuple(names[:MOST_TENSORS]), "more_tensors": max(0, len(names) - MOST_TENSORS)}
 
 
 def named(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a finding that say which tensors it is about: all that are spelt, of very many some."""
+    """The same fields; names that exist already, as a list or tuple, are not shortened."""
     return {"tensors": tuple(names)} if isinstance(names, list | tuple) else listing(names)
 
 
 def gathered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings, of those that say the same of very many files the first `MOST_FILES` and one for all the others.
+    """The findings, with the same fault in very many files shortened to `MOST_FILES` findings and one for the rest.
 
     None names more than `MOST_TENSORS`.
     """
@@ -160,7 +160,7 @@ def _bounded(finding: Finding) -> Finding:
 
 
 def _likewise(rest: Sequence[Finding]) -> Iterator[Finding]:
-    """One finding for many that say the same of files; `found` has what is not the same of each."""
+    """One finding for many with the same fault; `found` lists what differs between them."""
     if len(rest) < 2:
         yield from rest
         return
@@ -183,19 +183,19 @@ def _likewise(rest: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def printable(text: str) -> str:
-    """`text` with control and direction characters spelt out; line ends stay. For names that come from files."""
+    """`text` with control and bidirectional characters escaped, except line ends; for names that come from files."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: a name from a file system may hold bytes that are no text."""
+    """Whether a name can be encoded as UTF-8; names in a file system may hold arbitrary bytes."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def what_is(path: str | os.PathLike[str]) -> str:
-    """What lies at a path, in words: a directory, a file, something else, nothing, or why nobody can say."""
+    """What is at a path, in words: a directory, a file, something else, nothing, or why it is unknown."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -210,15 +210,15 @@ def what_is(path: str | os.PathLike[str]) -> str:
 
 
 def fatal(code: str, message: str, **fields: object) -> Finding:
-    """A finding that forbids going on."""
+    """A fatal finding: nothing may go on."""
     return msgspec.convert({"code": code, "severity": "fatal", "message": message, **fields}, Finding)
 
 
 def warning(code: str, message: str, **fields: object) -> Finding:
-    """A finding to look at; going on is allowed."""
+    """A warning: to be looked at, but nothing stops."""
     return msgspec.convert({"code": code, "severity": "warning", "message": message, **fields}, Finding)
 
 
 def note(code: str, message: str, **fields: object) -> Finding:
-    """A finding worth knowing."""
+    """A note: worth knowing."""
     return msgspec.convert({"code": code, "severity": "note", "message": message, **fields}, Finding)

@@ -19,14 +19,14 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class Limit(NamedTuple):
-    """Bytes that a control group may have, and of these what is taken and cannot be given back."""
+    """The memory limit of a control group in bytes, and how much of it is used and not reclaimable."""
 
     most_bytes: int
     taken_bytes: int
 
 
 class _Files(NamedTuple):
-    """Where a version of control groups keeps what about memory."""
+    """Names of the memory files in one version of control groups."""
 
     most: str
     taken: str
@@ -38,13 +38,13 @@ _V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or what the narrowest control group allows of it."""
+    """Total memory in bytes: the machine's, or the smallest limit of its control groups."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min((whole, *(limit.most_bytes for limit in limits())))
 
 
 def available_bytes() -> int | None:
-    """Memory this process can still get: what Linux calls available, within every limit; None if not known."""
+    """Memory in bytes that this process can still allocate: MemAvailable within every limit; None if unknown."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text()) if MEMINFO.exists() else None
     free = [max(0, limit.most_bytes - limit.taken_bytes) for limit in limits()]
     return min((*((int(found[1]) * 1024,) if found else ()), *free), default=None)
@@ -66,7 +66,7 @@ def limits(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Iterator[Limit]:
 
 
 def _above(top: Path, path: str, files: _Files) -> Iterator[Limit]:
-    """Limits of a group and those it lies in. In a container the path may be the host's, and the group be the top."""
+    """Limits of a control group and its ancestors. In a container the path may be the host's and the group the root."""
     names = [name for name in path.split("/") if name and name != ".."]
     for depth in range(len(names), -1, -1):
         group = top.joinpath(*names[:depth])
@@ -80,6 +80,6 @@ def _above(top: Path, path: str, files: _Files) -> Iterator[Limit]:
 
 
 def _copies_bytes(group: Path, files: _Files) -> int:
-    """Copies of files that a group's memory holds: they go when memory is short."""
+    """Page cache in a group's memory, in bytes, which is reclaimed under pressure."""
     rows = (row.split() for row in (group / "memory.stat").read_text().splitlines())
     return sum(int(row[1]) for row in rows if row[0] in files.copies)

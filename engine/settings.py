@@ -52,7 +52,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """The settings of now; a FIRSTLIGHT_ variable that does not exist, or a bad value, is `Refused` (usage)."""
+    """The current settings; an unknown FIRSTLIGHT_ variable or a bad value is refused (usage)."""
     env = os.environ if environment is None else environment
     unknown = sorted(name for name in env if name.startswith("FIRSTLIGHT_") and name not in VARIABLES)
     if unknown:
@@ -93,7 +93,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def bad_endpoints() -> dict[str, str]:
-    """Variables that name the server of an object store and hold no address; its library would end this process."""
+    """Endpoint variables of object stores that hold no valid address; the library would abort this process."""
     names = [f"{who}ENDPOINT{url}" for who in ("AWS_", "AZURE_", "AZURE_STORAGE_") for url in ("", "_URL", "_URL_S3")]
     return {
         name: value
@@ -103,13 +103,13 @@ def bad_endpoints() -> dict[str, str]:
 
 
 def talk_over(interface: str) -> None:
-    """Has gloo and NCCL use this network interface, unless the environment names one already."""
+    """Makes gloo and NCCL use this network interface, unless the environment already names one."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
 
 
 def is_one_of_many() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Whether a launcher started this process as one of several ranks."""
     launch = read_launch()
     return launch is not None and launch.world_size > 1
 

@@ -16,9 +16,10 @@ from firstlight.engine.parallel.placement import Expert, Placement
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """`count` parameters like `param` in each of `layers`; stages' ends are layers too (`FIRST_STAGE`, `LAST_STAGE`).
+    """A kind of parameter: `count` of them, alike, in each of `layers`.
 
-    Of experts, `param` is the first.
+    `layers` may hold `FIRST_STAGE` and `LAST_STAGE` for parameters outside the layers. `param` is the first expert's,
+    where there are experts.
     """
 
     param: Param
@@ -31,7 +32,7 @@ class Kind(msgspec.Struct, frozen=True):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Where each is cut, the choice of experts apart."""
+        """How each is sharded, besides the assignment of experts to ranks."""
         return tuple(place for place in self.param.placements if not isinstance(place, Expert))
 
 
@@ -42,7 +43,7 @@ def census(spec: ModelSpec) -> tuple[Kind, ...]:
 
 
 def census_by(spec: ModelSpec, key: Callable[[int], Hashable]) -> tuple[Kind, ...]:
-    """The same with layers told apart by `key` as well, where what they are stored as depends on their number."""
+    """As `census`, with layers also grouped by `key`, where the storage format depends on the layer's number."""
     ends = msgspec.structs.replace(spec, layers=spec.layers[-1:]).parameters()  # one layer, for what the ends share
     kinds = [kind for layer in (FIRST_STAGE, LAST_STAGE) for kind in _kinds(ends, (layer,), layer)]
     alike: dict[Hashable, list[int]] = {}

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's place: its number, its number on its machine, and where the store is that all ranks meet at.
+    """Where a rank runs: its global and local rank, and the address of the rendezvous store.
 
-    `keeps_store`: this rank's process is where the store is. `prefix` tells apart what meets at the same store.
+    `keeps_store`: this rank's process hosts the store. `prefix`: namespace of this world's keys in the store.
     """
 
     rank: int
@@ -62,7 +62,7 @@ def launched() -> Place | None:
 
 
 def place_from_environment(world_size: int) -> Place | None:
-    """This process's place if a launcher started it; a world of another size than the mesh is `Refused`."""
+    """This process's place if a launcher started it; refused if its world size is not the mesh's."""
     launch = read_launch()
     if launch is None:
         return None
@@ -93,9 +93,9 @@ def _place(launch: Launch) -> Place:
 
 
 def use_route_to(address: str, port: int) -> str | None:
-    """Has collectives use the interface that reaches `address`, and says which; None if that cannot be found out.
+    """Makes collectives use the network interface that reaches `address`; returns its name, or None if it is unknown.
 
-    Left to themselves, gloo and NCCL take what the machine's own name resolves to, which is often loopback.
+    By default gloo and NCCL use the interface that the host name resolves to, which is often loopback.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
@@ -117,7 +117,7 @@ def backend_of(device: torch.device) -> str:
 
 
 class Keeper:
-    """On the host of a rank, in a process of Ray's: starts the rank, knows whether it lives, ends it."""
+    """A Ray actor on the host of a rank: starts the rank's process, reports whether it runs, ends it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -150,11 +150,11 @@ class Keeper:
         return None if self._process is None else self._process.poll()
 
     def said(self) -> str:
-        """What it wrote."""
+        """The output of the rank's process."""
         return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
-        """Kill it, if it still runs, and forget what it wrote."""
+        """Kills the process if it still runs, and discards its output."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -162,7 +162,7 @@ class Keeper:
 
 
 class RayRanks:
-    """A `Keeper` for every rank on the nodes of a Ray cluster that runs already.
+    """A `Keeper` for every rank, on the nodes of a running Ray cluster.
 
     One placement group for each tp group, one bundle a rank, STRICT_PACK: tp stays within a node. `hosts` are names or
     addresses of nodes, each of which gets as many consecutive ranks; `("auto",)`: wherever there is room.
@@ -222,11 +222,11 @@ class RayRanks:
         return tuple(self._ray.get(started))
 
     def free_port(self) -> int:
-        """One of rank 0's host."""
+        """A free port on rank 0's host."""
         return int(self._ray.get(self.keepers[0].where.remote())[2])
 
     def statuses(self, timeout_s: float = 5.0) -> list[int | None]:
-        """The exit status of every rank, None of those that run; -9 of one whose keeper is lost."""
+        """The exit status of every rank: None while it runs, -9 if its keeper is lost."""
         asked = [keeper.status.remote() for keeper in self.keepers]
         found: list[int | None] = []
         for one in asked:
@@ -239,14 +239,14 @@ class RayRanks:
         return found
 
     def said(self, rank: int) -> str:
-        """What a rank wrote, where that can still be asked for."""
+        """The output of a rank's process, if it is still available."""
         try:
             return str(self._ray.get(self.keepers[rank].said.remote(), timeout=5.0))
         except self._ray.exceptions.RayError as error:
             return f"(its host does not answer: {type(error).__name__})"
 
     def end(self) -> None:
-        """No rank survives this."""
+        """Kills all ranks."""
         exceptions = self._ray.exceptions
         for keeper in self.keepers:
             with contextlib.suppress(exceptions.RayError):
@@ -258,7 +258,7 @@ class RayRanks:
 
 
 def _ray() -> Any:
-    """Ray, connected to the cluster that runs."""
+    """The `ray` module, connected to the running cluster."""
     try:
         import ray
     except ImportError as error:
@@ -287,7 +287,7 @@ def _ray() -> Any:
 
 
 def _hosts_of_ranks(mesh: Mesh, hosts: Sequence[str], nodes: Sequence[dict[str, Any]]) -> list[str | None]:
-    """Of every rank the address of the node that it has to be on; None: any."""
+    """The address of the node that each rank must run on; None: any node."""
     if tuple(hosts) == ("auto",):
         return [None] * mesh.world_size
     known: dict[str, set[str]] = {}
@@ -322,7 +322,7 @@ def _hosts_of_ranks(mesh: Mesh, hosts: Sequence[str], nodes: Sequence[dict[str, 
 
 
 def _refuse_too_wide(mesh: Mesh, resource: dict[str, float], nodes: Sequence[dict[str, Any]]) -> None:
-    """A tp group that no node could ever hold is not waited for."""
+    """Refuses a tp group that is larger than any node, instead of waiting for it."""
     most = {name: max(node["Resources"].get(name, 0.0) for node in nodes) for name in resource}
     short = [name for name, count in resource.items() if most[name] < count * mesh.tp]
     if short:

@@ -19,7 +19,7 @@ from firstlight.engine.parallel.mesh import AXES, HEADS, Mesh
 
 
 class CommFailure(FirstlightError):
-    """A collective missed its deadline, or a peer was gone; names axis, operation and the ranks concerned."""
+    """A collective missed its deadline or lost a peer; names the axis, the operation and the ranks."""
 
     def __init__(self, axis: str, operation: str, ranks: tuple[int, ...], reason: str) -> None:
         self.axis, self.operation, self.ranks = axis, operation, ranks
@@ -49,8 +49,8 @@ class Recorder:
 class Comm:
     """The ranks that differ from this one along one axis. With one rank every operation returns at once.
 
-    `index` is this rank's place in `ranks`; sources and destinations are such places. Shapes are the caller's affair:
-    all ranks pass the same shape and dtype. Failures raise `CommFailure`.
+    `index` is this rank's position in `ranks`; sources and destinations are such positions. The caller must pass the
+    same shape and dtype on all ranks. Failures raise `CommFailure`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Comm:
         return tensor
 
     def barrier(self) -> None:
-        """Returns when every rank has come."""
+        """Returns when every rank has called it."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=_barrier_device(self._group)))
 
@@ -171,7 +171,7 @@ class Comms:
 
     @classmethod
     def alone(cls) -> Comms:
-        """For a single rank: nothing is ever sent."""
+        """For a single rank: no communication."""
         recorder = Recorder()
         single: dict[str, Any] = {
             axis: Comm(axis, (0,), 0, None, recorder) for axis in (*AXES, HEADS, "world", "control", "rows")
@@ -212,7 +212,7 @@ class Comms:
 
     @staticmethod
     def disconnect() -> None:
-        """Leaves the world, if this process has joined one."""
+        """Destroys the process groups, if this process has joined any."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from firstlight.engine.parallel.rows import undivided
 
 
 def placements(spec: ModelSpec) -> tuple[Placement, ...]:
-    """Every distinct placement of the model's parameters; of experts, that of the first."""
+    """Every distinct placement of the model's parameters; of experts, only the first expert's."""
     return tuple(dict.fromkeys(place for kind in census(spec) for place in kind.param.placements))
 
 
@@ -29,7 +29,7 @@ def allowed(
     places: tuple[Placement, ...] | None = None,
     attention: Attention = "divided",
 ) -> tuple[int, ...]:
-    """Sizes of `axis` up to `limit` that every placement of the model can be cut for."""
+    """Sizes of `axis`, up to `limit`, that every placement of the model allows."""
     if axis == "dp":
         return tuple(range(1, limit + 1))
     if axis == "pp":
@@ -48,12 +48,12 @@ def allowed(
 
 
 def _along(axis: str, places: tuple[Placement, ...], attention: Attention) -> list[Placement]:
-    """The placements that `axis` cuts for."""
+    """The placements that are divided over `axis`."""
     return [place for place in places if axis_of(place.axis, attention) == axis]
 
 
 def _units(place: Placement) -> int | None:
-    """What a size of the axis must divide; None where any size can be cut for, or units can be held twice."""
+    """The count that the axis size must divide; None if any size is possible (padding or replication)."""
     if isinstance(place, Expert):
         return place.count
     return None if isinstance(place, Vocab) or place.replicate else place.units
@@ -124,7 +124,7 @@ def _violations(spec: ModelSpec, mesh: Mesh) -> Iterator[Finding]:
 
 
 def _instead_of_sp(spec: ModelSpec, mesh: Mesh, places: tuple[Placement, ...]) -> str:
-    """The nearest mesh that is possible, with as many ranks where there is one."""
+    """The nearest possible mesh without sp, with the same number of ranks if there is one."""
     wanted = mesh.tp * mesh.sp
     tp = max((good for good in allowed(spec, "tp", wanted, places, mesh.attention) if wanted % good == 0), default=1)
     pp = min(mesh.pp * (wanted // tp), spec.most_stages)
@@ -142,7 +142,7 @@ def _way_out(axis: str, size: int, sizes: tuple[int, ...], spec: ModelSpec) -> s
 
 
 def _with_whole_mixers(axis: str, size: int, places: list[Placement]) -> str:
-    """One more way where nothing but mixers stands against the size: to leave them whole."""
+    """Suggests `--attention whole` where only the mixers forbid the size."""
     if any(place.refusal(size) is not None for place in places if place.axis != HEADS):
         return ""
     return f", or --attention whole, with every head on each rank and the rest divided by {axis} {size}"

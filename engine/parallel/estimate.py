@@ -29,9 +29,9 @@ Phase = Literal["prefill", "decode"]
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one kind of collective moves for one token of a step: bytes sent by a rank, and calls in a step.
+    """Traffic of one kind of collective: bytes that a rank sends per token of a step, and calls per step.
 
-    Of a pipeline, by a rank of the longest stage. `what` moves: sums of blocks, experts' tokens, keys and values, ...
+    In a pipeline these are of a rank of the longest stage. `what` is sent: partial sums, tokens for experts, ...
     """
 
     axis: str
@@ -58,14 +58,14 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_by(self) -> str:
-        """The largest of the three."""
+        """Which of compute, memory and communication takes longest."""
         parts = {"memory": self.memory_ms, "compute": self.compute_ms, "communication": self.communication_ms}
         known = {name: value for name, value in parts.items() if value is not None}
         return max(known, key=lambda name: known[name]) if len(known) == len(parts) else "unknown: facts are missing"
 
 
 class Roofline:
-    """The steps of one model on one cluster, under any mesh; what only depends on the model is counted once.
+    """Estimates steps of one model on one cluster under any mesh; what depends only on the model is counted once.
 
     `exchange`: how tokens meet experts of other ranks. `element_bytes` of what is computed with and sent.
     """
@@ -77,12 +77,12 @@ class Roofline:
 
     @cached_property
     def _layers(self) -> tuple[LayerSpec, ...]:
-        """Layers, and behind each its parts, if it has any: it has a shortcut of its own then, and nothing else."""
+        """Every layer, followed by its inner layers where it has a shortcut of its own."""
         return tuple(one for layer in self.spec.layers for one in (layer, *layer.parts))
 
     @cached_property
     def _summed_widths(self) -> dict[str, tuple[int, ...]]:
-        """Widths of what one step sums, by the axis that it is divided over: mixers' outputs, and feed-forwards'."""
+        """Widths of the partial sums of one step, by the mesh axis they are reduced over."""
         mixed = tuple(self.spec.hidden for layer in self._layers if layer.mixer is not None)
         fed = tuple(width for layer in self._layers for width in _summed_by_ffn(layer, self.spec.hidden))
         return {HEADS: mixed, "tp": fed}
@@ -103,7 +103,7 @@ class Roofline:
     def traffic(self, mesh: Mesh, phase: Phase = "decode", tokens: int = 1) -> tuple[Traffic, ...]:
         """The collectives of one step of a replica. A ring all-reduce over n ranks sends 2 (n - 1) / n of the message.
 
-        Between stages goes what enters a layer for a token, all planes of it; of several cuts the widest counts.
+        Between stages the residual stream (all planes) is sent; of several cuts the widest counts.
         """
         axes = row_axes(self.spec, mesh, self._exchange, tokens, phase == "prefill")
         ranks = math.prod(mesh.size(axis) for axis in axes)
@@ -145,7 +145,7 @@ class Roofline:
         return [_row("ep", "all_to_all", "experts", sent * of_stage / mesh.ep / sp, EXCHANGE_CALLS * calls)]
 
     def _gathered(self, mesh: Mesh, axes: Sequence[str], ranks: int) -> list[Traffic]:
-        """Keys and values of every layer, and the stream behind the last."""
+        """All-gathers of keys and values of every layer, and of the last layer's output."""
         caches = [layer.cache() for layer in self.spec.layers]
         kept = sum(one.local_heads(mesh.size(HEADS)) * one.dim for cache in caches for one in cache.tensors)
         share = self._element_bytes * (ranks - 1) / ranks
@@ -157,7 +157,7 @@ class Roofline:
         ]
 
     def _stream(self, pp: int) -> int:
-        """Elements that a stage hands on for a token."""
+        """Elements per token that a stage sends to the next."""
         if pp not in self._handed:
             starts = [first for first, _ in stages(self.spec, pp)[1:]]
             inputs = self.spec.per_layer
@@ -169,7 +169,7 @@ class Roofline:
     def step(self, mesh: Mesh, phase: Phase, tokens: int, read_bytes: int) -> StepTime:
         """The larger of reading `read_bytes` and computing 2 FLOPs a parameter and token, plus traffic.
 
-        `read_bytes`: by one rank of every stage together, since stages work one after another on one step.
+        `read_bytes`: summed over one rank of every stage, since stages work on a step one after another.
         """
         device = self.cluster.device
         bandwidth, flops = device.memory_bandwidth_Bps, device.bf16_flops
@@ -219,7 +219,7 @@ def active_by_kind(spec: ModelSpec) -> tuple[int, int, int]:
 
 
 def ranks_reached(ranks: int, experts: int, chosen: int) -> float:
-    """How many other ranks a token is sent to, if all sets of `chosen` experts of `experts` are as likely."""
+    """Expected number of other ranks a token is sent to, if all sets of `chosen` of `experts` are equally likely."""
     elsewhere = experts - experts // ranks
     missed = math.prod(max(0, elsewhere - i) / (experts - i) for i in range(chosen))
     return (ranks - 1) * (1 - missed)
@@ -231,7 +231,7 @@ def _of_stage(spec: ModelSpec, mesh: Mesh) -> float:
 
 
 def _summed_by_ffn(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
-    """Widths of what a layer's feed-forward sums over tp; experts of their own width apart."""
+    """Widths of a layer's feed-forward sums over tp, experts with a width of their own not included."""
     if layer.experts is None:
         return (hidden,) if layer.ffn is not None else ()
     if layer.experts.latent is None:
@@ -240,7 +240,7 @@ def _summed_by_ffn(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
 
 
 def _routed_width(layer: LayerSpec, hidden: int) -> int:
-    """Width of what routed experts give."""
+    """Output width of routed experts."""
     experts = layer.experts
     return hidden if experts is None or experts.latent is None else experts.latent.width
 
@@ -254,8 +254,8 @@ def _row(axis: str, operation: str, what: str, bytes_per_token: float, calls: in
 def bytes_read(spec: ModelSpec, weights: Mapping[str, int], cache_bytes: int, tokens: int) -> int:
     """What a rank reads from memory for a step of `tokens`: its weights by role and the cache.
 
-    Of the experts those that at least one token chose, if tokens choose independently; one row of the embedding, unless
-    it is the head as well, and no vision tower.
+    Experts count if at least one token is expected to choose them (independent choices). Of the embedding one row
+    counts, unless it is the head as well; the vision tower does not count.
     """
     moes = [layer.experts for layer in spec.layers if layer.experts is not None]
     chosen = 1 - (1 - moes[0].router.top_k / moes[0].num_experts) ** tokens if moes else 1.0

@@ -71,7 +71,7 @@ def _device(name: str, row: dict[str, Any]) -> Device:
 
 
 def find_device(name: str) -> Device:
-    """The device of that name, or of the only name that starts so (`H200` is `H200-SXM`); case does not matter."""
+    """The device with this name or unambiguous prefix (`H200` is `H200-SXM`), in any case."""
     known = devices()
     wanted = name.strip().lower()
     exact = [key for key in known if key.lower() == wanted] or [
@@ -123,7 +123,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)]
 class _ClusterFile(msgspec.Struct, forbid_unknown_fields=True):
     """nodes: 2, per_node: 8, device: H200 - or device: {name, memory_bytes, memory_bandwidth_Bps, ...}.
 
-    `hosts` names the nodes, for those who start ranks there.
+    `hosts` names the nodes to start ranks on.
     """
 
     per_node: _Count
@@ -133,7 +133,7 @@ class _ClusterFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def hosts_of(path: str) -> tuple[str, ...]:
-    """The hosts that a cluster file names; one that names none is `Refused`."""
+    """The hosts that a cluster file names; refused if it names none."""
     found = _read_cluster(Path(path)).hosts
     if not found:
         raise Refused(
@@ -182,7 +182,7 @@ def _bad_cluster(path: Path, reason: str) -> Refused:
 
 
 def local_cluster(ranks: int) -> Cluster:
-    """This machine's memory, as far as it is ours, shared by `ranks` processes on its CPUs."""
+    """This machine as a cluster: the memory available to us, divided among `ranks` CPU processes."""
     return Cluster(
         nodes=1,
         per_node=ranks,

@@ -44,11 +44,10 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layouts:
-    """What a rank of a layout holds, computed once per (tp, ep) and layer and summed over stages.
+    """Memory per rank of every layout, computed once per (tp, ep) and layer and summed over pipeline stages.
 
-    Weights are counted with the same `localize` and `stages` that cut them for loading; `cut_blocks` collects kinds
-    of parameters whose quantization blocks an axis cuts. Ranks of a stage differ only there. `attention`: of all
-    layouts, since it is a wish and not a choice.
+    Weights are counted with the same `localize` and `stages` that the loader uses. The tp ranks of a stage differ only
+    where quantization blocks are cut. `attention` is the same for all layouts: the user chooses it, not the search.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Layouts:
         return tuple(found)
 
     def largest(self, shape: Shape, sequences: int) -> int:
-        """Bytes of the fullest rank of a replica that holds so many sequences; equals the largest of `ranks`."""
+        """Bytes of the fullest rank of a replica with `sequences` sequences; equals the maximum over `ranks`."""
         tp, ep, pp = shape
         if tp not in self._cache_sums:
             self._cache_sums[tp] = [0, *accumulate(grows + stays for grows, stays in self._cache(tp))]
@@ -114,7 +113,7 @@ class Layouts:
         return most
 
     def read_weights(self, tp: int, ep: int) -> dict[str, int]:
-        """Weight bytes by role that one rank of every stage together holds."""
+        """Weight bytes by role, summed over one rank of every stage."""
         if (tp, ep) not in self._roles:
             by_role: dict[str, int] = {}
             for layer in self._by_layer(tp, ep, 0):
@@ -124,11 +123,11 @@ class Layouts:
         return self._roles[tp, ep]
 
     def cache_bytes(self, tp: int) -> int:
-        """Cache of one sequence of the context that one rank of every stage together holds."""
+        """Cache bytes of one sequence of the context, summed over one rank of every stage."""
         return sum(grows + stays for grows, stays in self._cache(tp))
 
     def shallowest(self, tp: int, ep: int, sequences: int, devices: int | None = None) -> int | None:
-        """The fewest pipeline stages with which tp x ep holds so many sequences, on the cluster; None if none do."""
+        """The fewest pipeline stages with which tp x ep has room for `sequences` sequences; None if there are none."""
         most = self.cluster.count if devices is None else devices
         for pp in range(1, min(self.spec.most_stages, most // (tp * ep)) + 1):
             if self.largest((tp, ep, pp), sequences) <= self.usable_bytes:
@@ -136,7 +135,7 @@ class Layouts:
         return None
 
     def most_sequences(self, shape: Shape, limit: int) -> int:
-        """How many sequences, up to `limit`, a replica has room for; 0 where the weights alone do not fit."""
+        """How many sequences, up to `limit`, a replica has room for; 0 if the weights alone do not fit."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -149,7 +148,7 @@ class Layouts:
         return self._cuts[pp]
 
     def _layer_sums(self, tp: int, ep: int) -> list[list[int]]:
-        """Per tp rank that differs from the others: weight bytes of the layers before each."""
+        """Cumulative weight bytes before each layer, for every tp rank that differs from the others."""
         if (tp, ep) not in self._sums:
             indices = range(tp) if self.cut_blocks(tp) else (0,)
             self._sums[tp, ep] = [
@@ -168,7 +167,7 @@ class Layouts:
         return {role: nbytes for role, nbytes in by_role.items() if nbytes}
 
     def _by_layer(self, tp: int, ep: int, index: int) -> list[dict[str, int]]:
-        """Weight bytes of each layer by role on tp rank `index`; what stands before and behind goes to the ends."""
+        """Weight bytes of each layer by role on tp rank `index`; embedding and head count with the ends."""
         if (tp, ep, index) not in self._weights:
             layers: list[dict[str, int]] = [{} for _ in self.spec.layers]
             for kind in self.kinds:
@@ -186,19 +185,19 @@ class Layouts:
         return self.stored.nbytes(kind.param, local.shape, tuple(start for start, _ in local.bounds))
 
     def _head(self, tp: int) -> int:
-        """Bytes of an output head that is the embedding and need not be held twice."""
+        """Bytes of a tied output head, which is not stored twice."""
         return sum(self._bytes(kind, tp, 0) for kind in self.kinds if kind.param.name == "head.weight")
 
     def cut_blocks(self, tp: int) -> list[Kind]:
-        """Kinds of parameters of which tp cuts through quantization blocks."""
+        """Kinds of parameters whose quantization blocks are cut by tp."""
         return [kind for kind, shape in self._divided(tp) if not self.stored.is_even(kind.param, shape)]
 
     def kept_whole(self, tp: int) -> list[Kind]:
-        """Kinds of parameters that tp divides and whose scales every rank needs all."""
+        """Kinds of parameters that tp divides, but of whose scales every rank needs all."""
         return [kind for kind, shape in self._divided(tp) if self.stored.keeps_all(kind.param, shape)]
 
     def _divided(self, tp: int) -> Iterator[tuple[Kind, tuple[int, ...]]]:
-        """Kinds of parameters, and the shape of a shard of each."""
+        """Kinds of parameters with the shape of a shard of each."""
         mesh = self.mesh((tp, 1, 1))
         for kind in self.kinds if tp > 1 else ():
             local = localize(kind.param.shape, kind.placements, mesh, Coordinates(tp=min(1, tp - 1)))
@@ -206,7 +205,7 @@ class Layouts:
             yield kind, local.shape
 
     def _cache(self, tp: int) -> list[tuple[int, int]]:
-        """Bytes of one sequence on a rank, layer by layer: what grows with the context, and what does not."""
+        """Cache bytes of one sequence on a rank, per layer: (growing with the context, constant)."""
         if tp not in self._caches:
             self._caches[tp] = [self._layer_cache(index, tp) for index in range(self.spec.num_layers)]
         return self._caches[tp]
@@ -218,7 +217,7 @@ class Layouts:
         return grows * self.element_bytes, windows * self.element_bytes + cache.state_bytes(self.element_bytes, heads)
 
     def _all_shapes(self, most: int) -> dict[int, list[Shape]]:
-        """Shapes of one replica that the constraints allow, by devices; wide tp first, but within a node."""
+        """Allowed shapes of one replica by number of devices; the widest tp within a node first."""
         found: dict[int, list[Shape]] = {}
         for tp in sorted(self.widths, key=lambda width: (width > max(self.cluster.per_node, 1), -width)):
             for ep in self.experts:
@@ -227,10 +226,10 @@ class Layouts:
         return dict(sorted(found.items()))
 
     def best(self, objective: Objective, concurrency: int) -> Mesh | None:
-        """The layout for the objective that fits the cluster, or None; where facts allow no estimate of time.
+        """The layout for the objective that fits the cluster, or None; for hardware whose facts allow no time estimate.
 
-        latency: one replica over as many devices as divide well. devices: the fewest. throughput: as many replicas as
-        fit, but rather fewer of them than devices that stand idle.
+        latency: one replica over as many devices as possible. devices: the fewest. throughput: as many replicas as fit,
+        preferring fewer replicas to idle devices.
         """
         count = self.cluster.count
         sizes = [devices for devices in self._shapes if devices <= count]
@@ -261,12 +260,12 @@ class Layouts:
         return None
 
     def thinnest(self) -> Mesh:
-        """When nothing fits: the layout that spreads the weights furthest."""
+        """The layout with the most devices, for when nothing fits."""
         most = max(devices for devices in self._shapes if devices <= self.cluster.count)
         return self.mesh(self._shapes[most][0])
 
     def fewest(self) -> Mesh | None:
-        """The smallest layout of this kind of device with one sequence of the context, or None."""
+        """The smallest layout on this kind of device with room for one sequence of the context, or None."""
         if self.usable_bytes < 1:
             return None
         least = max(1, -(-self.largest((1, 1, 1), 1) // self.usable_bytes))  # no layout holds less in all
@@ -276,7 +275,7 @@ class Layouts:
         return None
 
     def fewest_for(self, sequences: int) -> Mesh | None:
-        """The smallest layout, of a cluster as large as it takes, that holds so many sequences at once; or None."""
+        """The smallest layout, on a cluster of any size, with room for `sequences` sequences; or None."""
         found: list[tuple[int, Shape, int]] = []
         for tp in self.widths:
             for ep in (one for one in self.experts if tp * one <= MOST_DEVICES):
@@ -296,7 +295,7 @@ class Layouts:
         return next(fitting, None)
 
     def mesh(self, shape: Shape, dp: int = 1) -> Mesh:
-        """`dp` replicas of a shape."""
+        """The mesh of `dp` replicas of a shape."""
         tp, ep, pp = shape
         return Mesh(dp=dp, tp=tp, ep=ep, pp=pp, attention=self.attention)
 

@@ -27,14 +27,14 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 
 def axis_of(placed: str, attention: Attention) -> str | None:
-    """The axis of the mesh that a placement's axis stands for; None: every rank has all of it."""
+    """The mesh axis that a placement's axis maps to; None: not divided."""
     if placed != HEADS:
         return placed
     return "tp" if attention == "divided" else None
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups of ranks that somebody names, beside those along axes: `parts` share no rank, and may leave some out."""
+    """User-defined groups of ranks: `parts` are disjoint and may omit ranks."""
 
     name: str
     parts: tuple[tuple[int, ...], ...]
@@ -115,7 +115,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if real is None else int(getattr(self, real))
 
     def index(self, axis: str, at: Coordinates) -> int:
-        """Where `at` stands on an axis, also on `HEADS`."""
+        """The position of `at` on an axis, also on `HEADS`."""
         real = axis_of(axis, self.attention)
         return 0 if real is None else at.on(real)
 
@@ -124,7 +124,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(self.size(axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where rank stands on each axis."""
+        """The coordinates of a rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is outside a world of {self.world_size}"
         values: dict[str, int] = {}
         for axis in reversed(AXES):
@@ -148,7 +148,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(tuple(ranks) for ranks in groups.values())
 
     def nodes_of(self, axis: str, per_node: int) -> int:
-        """Nodes of `per_node` devices that ranks along `axis` are on; 1: their link is the node's own."""
+        """How many nodes (of `per_node` devices) the ranks along `axis` span; 1: they communicate within a node."""
         inner = AXES[AXES.index(axis) :]
         return -(-math.prod(self.size(one) for one in inner) // per_node)
 

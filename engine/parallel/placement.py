@@ -50,7 +50,7 @@ class Vocab(msgspec.Struct, frozen=True, tag="vocab"):
         return None
 
     def bounds(self, size: int, index: int, ranks: int) -> tuple[int, int]:
-        """Rows really present on the rank; the local extent is `padded(size, ranks)`."""
+        """Rows of the vocabulary on the rank, without padding; the local extent is `padded(size, ranks)`."""
         per_rank = self.padded(size, ranks)
         return min(index * per_rank, size), min((index + 1) * per_rank, size)
 

@@ -79,7 +79,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def totals(spec: ModelSpec, stored: StoredFormat, cache_dtype: str = "BF16") -> Totals:
-    """Counts over the whole release; a tied head counts once and scales not at all, except in bytes."""
+    """Counts over the whole release; a tied head counts once, and quantization scales count only as bytes."""
     kinds = [kind for kind in census_by(spec, stored.layer_key) if not _tied_head(spec, kind)]
     by_role: dict[str, int] = {}
     for kind in kinds:
@@ -111,13 +111,13 @@ def _tied_head(spec: ModelSpec, kind: Kind) -> bool:
 
 
 def _state_bytes(cache: CacheSpec, element: int) -> int:
-    """What a layer keeps however long the sequence grows: a full window, and what it remembers."""
+    """Cache bytes of a layer that do not grow with the sequence: a full window and recurrent states."""
     _, windows = cache.elements(1 << 62)
     return windows * element + cache.state_bytes(element) - cache.waiting_bytes(element)
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Used for one text token: the chosen experts only; the output head in, the embedding lookup out."""
+    """Parameters used for one text token: chosen experts only, with the output head, without the embedding."""
     return sum(active_by_kind(spec))
 
 
@@ -136,13 +136,13 @@ def make_plan(
     exchange: str = "auto",
     attention: Attention = "divided",
 ) -> Plan:
-    """Lays the model out on the cluster, by `mesh` or, without one, by the best that fits for `objective`.
+    """Plans the model on the cluster with the layout `mesh` or, without one, the best that fits for `objective`.
 
-    `concurrency` None: one sequence at once or, for throughput, as many as fit. Layouts are ranked by a roofline (see
-    `ranking.py`), or where facts for it are missing by their sizes. `full_window`: windowed layers keep the whole
-    context, as the engine does today. `exchange`: how tokens meet experts of other ranks. `attention`: of layouts that
-    are looked for; a mesh says its own, and whatever is said of other layouts is of the same kind. Raises `Refused`
-    when the wish itself is impossible: sizes that do not divide, or more ranks than devices.
+    `concurrency` None: one sequence or, for throughput, as many as fit. Layouts are ranked with a roofline model (see
+    `ranking.py`) or, where hardware facts are missing, by size. `full_window`: layers with a sliding window cache the
+    whole context, as the engine does today. `exchange`: how tokens reach experts on other ranks. `attention`: whether
+    the layouts considered divide attention; `mesh` overrides it. Raises `Refused` when the request is impossible:
+    sizes that do not divide, or more ranks than devices.
     """
     _refuse_wishes(context, 1 if concurrency is None else concurrency, cache_dtype, headroom, objective)
     attention = attention if mesh is None else mesh.attention
@@ -194,7 +194,7 @@ def _laid_out(
 def _choose(
     mesh: Mesh | None, ranking: Sequence[Candidate], layouts: Layouts, objective: Objective, concurrency: int | None
 ) -> tuple[Mesh, int]:
-    """The layout, and how many sequences it is for."""
+    """The chosen layout and its number of concurrent sequences."""
     if mesh is not None:
         return mesh, concurrency or 1
     if ranking:
@@ -224,7 +224,7 @@ def _refuse_wishes(context: int, concurrency: int, cache_dtype: str, headroom: f
 
 
 def _refuse_mesh(layouts: Layouts, mesh: Mesh, exchange: str, concurrency: int) -> None:
-    """Raises `Refused` where the model, or the cluster, has no place for the mesh; each way out is one that fits."""
+    """Raises `Refused` if the model or the cluster does not allow the mesh, with the nearest layout that fits."""
     cluster = layouts.cluster
     problems = list(impossible(layouts.spec, mesh, exchange))
     if mesh.world_size > cluster.count:
@@ -252,7 +252,7 @@ def _way_out(layouts: Layouts, nearest: Mesh | None) -> str:
 
 
 def _binding(mesh: Mesh, worst: RankBytes, usable_bytes: int) -> tuple[str, str]:
-    """Name and sentence of what limits the layout most."""
+    """The binding constraint: its name, and a sentence with the figures."""
     kind = "weights" if worst.weight_bytes >= worst.cache + worst.state else "cache"
     verb = "needs" if worst.total > usable_bytes else "takes"
     share = f", {worst.total / usable_bytes:.0%}" if usable_bytes else ""
@@ -265,14 +265,14 @@ def _binding(mesh: Mesh, worst: RankBytes, usable_bytes: int) -> tuple[str, str]
 
 
 def _most_at_once(layouts: Layouts, mesh: Mesh, concurrency: int) -> int:
-    """Sequences that the layout has room for, over all replicas."""
+    """How many sequences the layout has room for, over all replicas."""
     return mesh.dp * layouts.most_sequences((mesh.tp, mesh.ep, mesh.pp), concurrency)
 
 
 def _does_not_fit(
     layouts: Layouts, mesh: Mesh, ranks: Sequence[RankBytes], concurrency: int, nearest: Mesh | None
 ) -> Finding:
-    """By how much, and the ways out: the nearest layout that fits, and fewer sequences at once on this one."""
+    """By how much it does not fit, and what does: the nearest layout, and fewer sequences on this one."""
     cluster, usable_bytes, worst = layouts.cluster, layouts.usable_bytes, fullest(ranks)
     ways = [] if nearest is None else [_way_out(layouts, nearest)]
     fewer = 0 if concurrency == 1 else _most_at_once(layouts, mesh, concurrency)
@@ -288,7 +288,7 @@ def _does_not_fit(
 
 
 def _cut_blocks(layouts: Layouts, mesh: Mesh) -> Iterator[Finding]:
-    """Shards that end inside a quantization block are possible, but worth knowing: both sides keep the scale."""
+    """Notes shards that end inside a quantization block: they work, and both ranks keep the block's scale."""
     cut = layouts.cut_blocks(mesh.tp)
     if every := layouts.kept_whole(mesh.tp):
         yield note(
@@ -312,7 +312,7 @@ def _cut_blocks(layouts: Layouts, mesh: Mesh) -> Iterator[Finding]:
 
 
 def _kinds(found: Iterable[Kind]) -> list[str]:
-    """Names of parameters without their numbers, once each."""
+    """Distinct names of parameters, with `*` for layer numbers."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", kind.param.name) for kind in found))
 
 
@@ -328,5 +328,5 @@ def _beyond_positions(spec: ModelSpec, context: int) -> Iterator[Finding]:
 
 
 def room_here(ranks: int) -> int:
-    """Bytes of this machine's memory that one of `ranks` on its CPUs may take, less the headroom."""
+    """Memory in bytes that each of `ranks` CPU processes on this machine may use, less the headroom."""
     return int(local_cluster(ranks).device.memory_bytes * (1 - HEADROOM))

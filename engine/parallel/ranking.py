@@ -31,12 +31,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ms_per_token(self) -> float | None:
-        """Of one sequence, among as many others as there are."""
+        """Decode time per token of one sequence, at the planned concurrency."""
         return self.decode.step_ms
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all replicas together."""
+        """Decode rate of all replicas together."""
         step_ms = self.decode.step_ms
         return None if step_ms is None else self.concurrency / step_ms * 1000
 
@@ -48,7 +48,7 @@ class Ranker:
         self.layouts, self.roofline, self.concurrency = layouts, roofline, concurrency
 
     def ranked(self, objective: Objective) -> tuple[Candidate, ...]:
-        """Layouts that fit the cluster, the best first; none where facts are missing that an estimate needs.
+        """Layouts that fit the cluster, best first; empty if facts that the estimate needs are missing.
 
         latency: least ms per token of decode. throughput: most tokens/s of the whole cluster. devices: fewest devices.
         Ties go to the faster, then to fewer devices, then to fewer axes.
@@ -57,7 +57,7 @@ class Ranker:
         return tuple(sorted(found, key=lambda one: _order(one, objective)))
 
     def candidate(self, mesh: Mesh, concurrency: int) -> Candidate:
-        """What one layout takes."""
+        """Estimated time and memory of one layout."""
         layouts = self.layouts
         sequences = -(-concurrency // mesh.dp)
         prompt = min(PREFILL_TOKENS, layouts.context)
@@ -82,7 +82,7 @@ class Ranker:
                     yield from self._replicas(shape, objective)
 
     def _depths(self, tp: int, ep: int) -> Iterator[Shape]:
-        """With as few stages as hold one sequence, as hold all that are asked for, what is between, and some deeper."""
+        """Shapes by number of pipeline stages: from the fewest that hold one sequence to more than hold all."""
         count, layers = self.layouts.cluster.count, self.layouts.spec.most_stages
         least = self.layouts.shallowest(tp, ep, 1)
         if least is None:
@@ -116,7 +116,7 @@ def _order(one: Candidate, objective: Objective) -> tuple[float, ...]:
 
 
 def reason(one: Candidate, best: Candidate, objective: Objective) -> str:
-    """Why a layout stands where it does, in words."""
+    """Why a layout is ranked where it is, in words."""
     decode = one.decode
     parts = f"memory {decode.memory_ms:.3g} ms, compute {decode.compute_ms:.3g}, communication "
     parts += f"{decode.communication_ms:.3g}; bound by {decode.bound_by}"
@@ -137,7 +137,7 @@ def reason(one: Candidate, best: Candidate, objective: Objective) -> str:
 
 
 def shown(ranking: Sequence[Candidate], most: int = 12) -> tuple[Candidate, ...]:
-    """The first of a ranking, each shape of a replica once."""
+    """The top of a ranking, each replica shape once."""
     seen: dict[Shape, Candidate] = {}
     for one in ranking:
         seen.setdefault((one.mesh.tp, one.mesh.ep, one.mesh.pp), one)

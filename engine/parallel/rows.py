@@ -24,7 +24,7 @@ EXCHANGE_ROWS = 64  # tokens a rank, from which on `auto` sends tokens to expert
 
 
 def undivided(spec: ModelSpec) -> str:
-    """Why a step of this model cannot be divided by tokens: the layers by kind; empty where it can."""
+    """Why the tokens of a step cannot be divided for this model, by kind of layer; empty if they can."""
     reasons: dict[str, list[int]] = {}
     for index, whole in enumerate(spec.layers):
         for layer in whole.whole:
@@ -58,7 +58,7 @@ def has_exchange(spec: ModelSpec, mesh: Mesh, exchange: str) -> bool:
 
 
 def row_axes(spec: ModelSpec, mesh: Mesh, exchange: str, tokens: int, prefills: bool) -> tuple[str, ...]:
-    """The axes that a step of so many tokens is divided over: of ep and sp those that are worth it, or none."""
+    """The axes (of ep and sp) over which a step of `tokens` tokens is divided; none if it is not worth it."""
     axes: list[str] = []
     ranks = mesh.ep * mesh.sp
     if has_exchange(spec, mesh, exchange):
