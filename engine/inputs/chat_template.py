@@ -112,17 +112,17 @@ class ChatTemplate:
         return text
 
     def check(self) -> None:
-        """Raises `Refused` (side-file-invalid) for a template that is no Jinja."""
+        """Raises `Refused` (side-file-invalid) if the template is not valid Jinja."""
         assert self._compiled is not None
 
     @cached_property
     def takes_text(self) -> bool:
-        """Whether the template writes a message's content where that is a text."""
+        """Whether the template accepts message content that is a string."""
         return self._writes(PROBE)
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template writes the text of a message whose content is a list of parts."""
+        """Whether the template accepts message content that is a list of parts."""
         return self._writes([{"type": "text", "text": PROBE}])
 
     def _writes(self, content: Any) -> bool:
@@ -185,7 +185,7 @@ def _by_name(value: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in plain JSON types: a template, which is foreign code, is given no object with methods of ours."""
+    """A copy in plain JSON types, so that a template, which is foreign code, gets no Python objects of ours."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -59,12 +59,12 @@ class Detokenizer:
         return self.stop_string is not None
 
     def push(self, id_: int) -> str:
-        """The text that a further token adds; often empty."""
+        """The text that the next token adds; often empty."""
         assert not self._finished, "push after finish"
         return "" if self.stopped else self._release(self._stream.push(id_))
 
     def finish(self) -> str:
-        """What was held back; ends the generation. A second call adds nothing."""
+        """The text that was held back, at the end of the generation. A second call adds nothing."""
         if self._finished or self.stopped:
             self._finished = True
             return ""
@@ -74,7 +74,7 @@ class Detokenizer:
         return delta
 
     def _release(self, text: str) -> str:
-        """Take in new text; give out what cannot be part of a stop string."""
+        """Appends new text; returns what cannot be part of a stop string."""
         if not self._stop:
             return text
         if not text:
@@ -91,7 +91,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -116,7 +116,7 @@ class _ByteStream:
         self._start(prompt_ids)
 
     def _start(self, prompt_ids: Sequence[int]) -> None:
-        """Come to the state after the prompt. Only its last four bytes matter: a character has no more."""
+        """Brings the decoder to its state after the prompt, whose last four bytes (one character) matter."""
         tail = b""
         position = len(prompt_ids)
         while position and len(tail) < 4 + self._pieces.strip:
@@ -141,7 +141,7 @@ class _ByteStream:
         return piece
 
     def _strip(self, text: str) -> str:
-        """Take the leading spaces off the start of the text, once."""
+        """Strips the leading spaces of the text, once."""
         while self._to_strip and text:
             if text[0] != " ":
                 self._to_strip = 0
@@ -166,7 +166,7 @@ class _ByteStream:
 
 
 class _DecodedAgain:
-    """The whole text decoded for every token, for decoders whose tokens look at their neighbours."""
+    """Decodes the whole text again for every token, for decoders that are not token by token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer

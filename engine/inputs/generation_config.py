@@ -53,7 +53,7 @@ SHOWN_CHARACTERS = 60
 
 
 def unmet(generation: Mapping[str, Any]) -> Iterator[Finding]:
-    """A warning for what changes even the likeliest token, a note for how the vendor samples."""
+    """A warning for settings that change greedy decoding, a note for the vendor's sampling defaults."""
     asked = [_said(key, generation[key]) for key in CHANGES if _asks(generation.get(key), CHANGES[key])]
     if asked:
         yield warning(

@@ -58,8 +58,8 @@ def read_constants(
 ) -> ImageConstants:
     """The image processor's constants of a checkpoint directory.
 
-    `overrides`: what the checkpoint's processor asks of its image processor whatever that one's file says, and
-    `overrides_source` where it does.
+    `overrides`: values that the processor class passes to its image processor regardless of the file, and
+    `overrides_source` for the record.
 
     Raises `Refused`: missing-side-file where neither processor_config.json (with an `image_processor`) nor
     preprocessor_config.json is there, unsupported-block for a class whose steps are not known, side-file-invalid for a
@@ -122,7 +122,7 @@ def _find(directory: Path) -> tuple[Path, str, Mapping[str, Any]]:
 
 
 def _conflicts(directory: Path, path: Path, config: Mapping[str, Any], kind: ImageKind) -> tuple[Finding, ...]:
-    """Constants that the file which is not used says otherwise; nobody may have meant one of the two."""
+    """Warnings for constants that differ in the file that is not used."""
     other = directory / side_files.PREPROCESSOR_CONFIG
     second = side_files.read_json_if_present(other) if other != path else None
     if second is None:
@@ -142,7 +142,7 @@ def _conflicts(directory: Path, path: Path, config: Mapping[str, Any], kind: Ima
 
 
 def _backend(path: Path, config: Mapping[str, Any], kind: ImageKind) -> tuple[Finding, ...]:
-    """That a class has two ways of resizing, where the file asks for the one that is not taken here."""
+    """A note where the file names a class that resizes with torchvision, which is not used here."""
     name = config.get("image_processor_type")
     if not isinstance(name, str) or not name.endswith("Fast") or kind.torchvision:
         return ()
@@ -160,7 +160,7 @@ def _backend(path: Path, config: Mapping[str, Any], kind: ImageKind) -> tuple[Fi
 
 
 def _class(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[str, ImageKind]:
-    """The class by its own name, and what it does; refused where that is not known."""
+    """The name of the image processor class and its implementation; refused if the class is unknown."""
     model = side_files.read_json_if_present(directory / side_files.CONFIG) or {}
     name = config.get("image_processor_type")
     if name is None and config.get("feature_extractor_type") is not None:
@@ -199,13 +199,13 @@ def _defaulted(path: Path, key: str, value: Any, class_name: str) -> Finding:
 
 
 def _is_used(finding: Finding, values: Mapping[str, Any]) -> bool:
-    """Whether a defaulted constant belongs to a step that is on."""
+    """Whether a constant taken from the class's defaults belongs to a step that is enabled."""
     step = STEP_OF.get(finding.expected or "")
     return step is None or step not in values or bool(values[step])
 
 
 def _check_needed(path: Path, values: Mapping[str, Any]) -> None:
-    """A step that is on needs its constants."""
+    """Refuses if an enabled step lacks its constants."""
     needs = {
         "do_resize": ("size", "resample"),
         "do_center_crop": ("crop_size",),

@@ -81,7 +81,7 @@ def _longest(path: Path, key: str, value: Any) -> dict[str, int]:
 
 
 def _background(path: Path, key: str, value: Any) -> dict[str, Any]:
-    """What lies behind transparent pixels: a colour or a chessboard, with Kimi's own sizes where none is given."""
+    """The background of transparent pixels: a colour or a chessboard, with the defaults of Kimi K3."""
     whole = {"chessboard_square_size": 16, "chessboard_white_value": 255, "chessboard_gray_value": 200}
     found: dict[str, Any] = {"pattern": "black", "chessboard_square_on_top_left": True, **whole}
     if not isinstance(value, Mapping) or value.keys() - found.keys():

@@ -39,7 +39,7 @@ def texts_of(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def with_plain_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose lists of text parts are one text each, joined by line breaks; others are left as they are."""
+    """Messages with lists of text parts joined into one string each, by line breaks; others unchanged."""
     plain = []
     for message in messages:
         content = message.get("content")
@@ -51,10 +51,10 @@ def with_plain_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def refuse_unread(messages: Sequence[Message], source: str) -> None:
-    """Refuses (bad-request) what a message carries and a chat template, whose text is `source`, never looks at.
+    """Refuses (bad-request) message fields that the chat template (its text is `source`) never reads.
 
-    It would be left out of the prompt without a word: calls of tools, say. What a model thought may be: templates drop
-    the thoughts of earlier turns.
+    They would silently be missing from the prompt, tool calls for example. Reasoning is exempt: templates drop that of
+    earlier turns.
     """
     for index, message in enumerate(messages):
         for key, value in message.items():
@@ -65,10 +65,10 @@ def refuse_unread(messages: Sequence[Message], source: str) -> None:
 
 
 def refuse_lost(messages: Sequence[Message], prompt: str) -> None:
-    """Refuses (bad-request) messages whose text a chat template has left out of the `prompt` that it made.
+    """Refuses (bad-request) messages whose text is missing from the `prompt` that the chat template rendered.
 
-    Templates do so with roles that they do not know, a system message say, without a word. Spaces and line ends do not
-    count. Answers of the model and of tools are not looked at: templates drop thoughts and quote results.
+    Templates silently drop roles that they do not know, system messages for example. White space is ignored. Answers of
+    the model and of tools are exempt: templates drop reasoning and quote results.
     """
     shown: str | None = None
     for index, message in enumerate(messages):
@@ -91,7 +91,7 @@ def from_openai(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list
     """Messages as the chat completions API sends them, and the URLs of their pictures in order.
 
     `image_url` parts (and `image` parts with a `url`) become {"type": "image"}; text parts and texts stay. Raises
-    `Refused` (bad-request) for a part of another kind and for a message that is not one.
+    `Refused` (bad-request) for other kinds of parts and for malformed messages.
     """
     turned, urls = [], []
     for index, message in enumerate(messages):
@@ -121,7 +121,7 @@ def from_openai(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list
 
 
 def _strange(part: Any, kind: str) -> str | None:
-    """A key of a part that nothing reads."""
+    """A key of a part that is not read."""
     if kind not in PART_KEYS:
         return None
     inner = part.get("image_url")

@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 48
 def read_source(source: bytes | str | Path, max_bytes: int, files: bool = True) -> tuple[bytes, str]:
     """The bytes of a picture and a name for messages; raises `Refused` (bad-image, not-found).
 
-    `files`: whether a text may be a path. A server must not let its clients name its files.
+    `files`: whether a string may be a path; servers pass False, so that clients cannot read their files.
     """
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)

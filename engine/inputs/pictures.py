@@ -66,7 +66,7 @@ _DECODE_ERRORS = (
 
 
 class PictureLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a picture may be: bytes of the file, pixels of the picture, formats that are decoded at all."""
+    """Limits on pictures: file size in bytes, number of pixels, and accepted formats."""
 
     max_file_bytes: int = 64 << 20
     max_pixels: int = 64_000_000
@@ -90,9 +90,9 @@ class PictureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, eq=False):
-    """An upright RGB picture of 8 bits a channel, and the record of how it came to be.
+    """An upright 8-bit RGB picture, and the record of how it was made.
 
-    `rgba` is the same before anything transparent was composited, for processors with a background of their own.
+    `rgba` is the picture before compositing, for processors that have their own background.
     """
 
     image: Image.Image

@@ -48,7 +48,7 @@ class Expansion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settings:
-    """The keys of a processor class: each read is traced to the file that has it, or to the class's default."""
+    """Reads the keys of a processor class and records the source of each: a file, or the class's default."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, class_name: str) -> None:
         self.path = path
@@ -100,13 +100,13 @@ class Settings:
         return token
 
     def id_of(self, token: str) -> int:
-        """The id of a token; where the tokenizer breaks it up, `Prepared` refuses it with the prompt at hand."""
+        """The id of a token. If the tokenizer splits it, `Processor.prepare` refuses it later."""
         return self.tokenizer.encode(token, add_special_tokens=False)[0]
 
     def expansion(
         self, token: str, write: Write, reads: Mapping[str, int], fill: str | None = None, **fields: Any
     ) -> Expansion:
-        """The expansion with what was read so far as its constants."""
+        """The expansion, with every key read so far among its constants."""
         fill = fill or token
         return Expansion(
             class_name=self.class_name,

@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 
 class PreparedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How an input came to be: classes and files, constants with their sources, pictures, and what to look at."""
+    """How an input was made: classes and files, constants with their sources, pictures, and findings."""
 
     tokenizer_class: str
     tokenizer_file: str
@@ -69,13 +69,13 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
         return tuple(span for spans in self.picture_spans for span in spans)
 
     def arrays(self) -> dict[str, Tensor]:
-        """Everything a file of it holds, by the vendor's names and in its dtypes."""
+        """All tensors to be saved, under the vendor's names and in the vendor's dtypes."""
         images = {n: bfloat16(a) if self.tags.get(n) == "BF16" else a for n, a in self.tensors.items()}
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **self.type_ids, **images}
 
 
 class _Filled(msgspec.Struct, frozen=True, eq=False):
-    """A prompt whose placeholders are written out, `counts` of them a picture, and the tensors of its pictures."""
+    """A prompt with its placeholders expanded (`counts` tokens for each picture), and the picture tensors."""
 
     text: str
     tensors: Mapping[str, NDArray[Any]] = {}
@@ -85,10 +85,10 @@ class _Filled(msgspec.Struct, frozen=True, eq=False):
 
 
 class Processor:
-    """What a checkpoint's directory says about its inputs, read once and used for any number of prompts.
+    """The tokenizer, chat template and image processor of a checkpoint, read once for any number of prompts.
 
-    Parts that a prompt does not need (chat template, image processor) are read when first needed, so that a checkpoint
-    without them still takes what it can.
+    Chat template and image processor are read when first needed, so that a checkpoint without them can still be used
+    for prompts that need neither.
     """
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
@@ -120,7 +120,7 @@ class Processor:
 
     @cached_property
     def _known_expansion(self) -> Expansion | None:
-        """The same, or None where the files do not say: a prompt without pictures does not need it."""
+        """The same, or None if it is unknown: a prompt without pictures does not need it."""
         try:
             return self.expansion
         except Refused:
@@ -210,7 +210,7 @@ class Processor:
         )
 
     def _filled(self, text: str, pictures: Sequence[Picture]) -> _Filled:
-        """The text with its placeholders written out, and the pictures as tensors; neither without a placeholder."""
+        """The text with its placeholders expanded, and the picture tensors; unchanged if it has no placeholder."""
         if not pictures and not self._has_placeholder(text):
             is_unknown = self.class_name is not None and not self._is_known()
             return _Filled(text, findings=(self._unknown_class(),) if is_unknown else ())
@@ -306,7 +306,7 @@ class Processor:
         ]
 
     def _spans(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[tuple[Span, ...], ...]:
-        """Where the tokens of each picture stand, in runs; raises `Refused` where the tokenizer broke them up."""
+        """The runs of tokens of each picture; raises `Refused` if the tokenizer split the placeholder token."""
         positions = [index for index, id_ in enumerate(ids) if id_ == self.expansion.fill_id]
         is_token = self.tokenizer.encode(self.expansion.fill, add_special_tokens=False) == [self.expansion.fill_id]
         if not is_token or len(positions) != sum(counts):

@@ -57,7 +57,7 @@ def read_special_tokens(
 
 
 def tokens_by_id(path: Path, key: str, value: object) -> dict[int, Any]:
-    """Tokens by their ids, as `added_tokens_decoder` has them; raises `Refused` (side-file-invalid)."""
+    """Validated tokens by id, from `added_tokens_decoder`; raises `Refused` (side-file-invalid)."""
     expected = f"an object of tokens by id, each {TOKEN}"
     if not isinstance(value, Mapping):
         side_files.refuse_value(path, key, expected, value)
@@ -68,7 +68,7 @@ def tokens_by_id(path: Path, key: str, value: object) -> dict[int, Any]:
 
 
 def ids_by_text(path: Path) -> dict[str, int]:
-    """The ids of added_tokens.json by the tokens' texts; empty where there is no such file. Raises `Refused`."""
+    """Token ids by text, from added_tokens.json; empty if there is no such file. Raises `Refused`."""
     found = side_files.read_json_if_present(path) or {}
     for text, id_ in found.items():
         if type(id_) is not int or id_ < 0:

@@ -29,7 +29,7 @@ NESTED_FIELD = re.compile(r"\{[^{}]*\{")
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with a budget; `open_budget` begins a rendering in the calling thread."""
+    """Jinja's sandbox with a budget; `open_budget` starts a rendering in the calling thread."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -40,11 +40,11 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # it computes in one call for as long as it is asked to
 
     def open_budget(self) -> None:
-        """A new rendering begins, with the whole budget."""
+        """Starts a new rendering with the full budget."""
         self._left.budget = BUDGET
 
     def bound_filters(self) -> None:
-        """Have all filters pay; called once all of them are there."""
+        """Makes all filters charge the budget; call it after all filters are registered."""
         for name, function in list(self.filters.items()):
             self.filters[name] = self._paid(name, function)
         self.filters["_turns"] = jinja2.pass_context(lambda _, value: _Turns(value, self._spend))
@@ -68,7 +68,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().wrap_str_format(value)
 
     def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """Code in which loops, lists and joined texts pay."""
+        """Generates code in which loops, lists and concatenations charge the budget."""
         for loop in list(source.find_all(jinja2.nodes.For)):
             loop.iter = _through("_turns", loop.iter)
         _pay_for_literals(source)
@@ -82,7 +82,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise SecurityError("it computes more than a chat template may")
 
     def _made(self, value: Any) -> Any:
-        """The value, paid for: a text by its length, a collection by its items at all depths."""
+        """Charges for a new value and returns it: strings by length, collections by items at all depths."""
         if isinstance(value, str):
             self._spend(len(value))
         elif isinstance(value, list | tuple | Mapping):
@@ -90,7 +90,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def _rearranged(self, value: Any) -> Any:
-        """The value, paid for where its items were there before."""
+        """Charges for a collection of existing items and returns it."""
         if isinstance(value, list | tuple | Mapping):
             self._spend(len(value) * ITEM_PRICE // 8)
             return value
@@ -110,7 +110,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return paid
 
     def _look_at(self, operator: str, left: Any, right: Any) -> None:
-        """Refuse an operation whose outcome would be huge, before it is tried."""
+        """Refuses an operation whose result would be huge, before it runs."""
         if operator == "*" and isinstance(left, int) and isinstance(right, int):
             self._spend(0 if left.bit_length() + right.bit_length() <= MOST_INTEGER_BITS else BUDGET + 1)
         elif operator == "*":
@@ -124,7 +124,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise SecurityError("a format that is too wide")
 
     def _look_at_text(self, name: str, value: Any, args: tuple[Any, ...]) -> None:
-        """The same for methods and filters of texts: padding, joining, replacing, and whatever writes a collection."""
+        """The same for string methods and filters: padding, joining, replacing, and writing out collections."""
         if any(isinstance(arg, int) and abs(arg) > MOST_WIDTH for arg in args):
             raise SecurityError(f"{name} with a number that is too large")
         if name == "replace":
@@ -147,7 +147,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Turns:
-    """Something to loop over whose turns are paid for."""
+    """An iterable that charges the budget for every iteration."""
 
     def __init__(self, value: Any, spend: Callable[[int], None]) -> None:
         self._value = value
@@ -167,7 +167,7 @@ def _through(name: str, node: Any) -> jinja2.nodes.Filter:
 
 
 def _pay_for_literals(node: jinja2.nodes.Node) -> None:
-    """Wrap what makes lists and texts, the innermost first."""
+    """Wraps expressions that create lists and strings, innermost first."""
     for field, value in node.iter_fields():
         if isinstance(value, jinja2.nodes.Node):
             _pay_for_literals(value)

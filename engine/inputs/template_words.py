@@ -30,7 +30,7 @@ def environment() -> BoundedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote; the text is kept, variables set inside stay inside."""
+    """The tag `{% generation %}`, which marks the assistant's text; variables set inside are local to it."""
 
     tags = {"generation"}
 
@@ -44,7 +44,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` as a function; the type itself would open its attributes to the template."""
+    """`dict` as a function, since the type itself would expose its attributes to the template."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -197,7 +197,7 @@ def _load(path: Path, text: bytes) -> tokenizers.Tokenizer:
 
 
 def _without_added_tokens(text: bytes) -> bytes:
-    """tokenizer.json as such a class reads it: added tokens count only where the configuration lists them."""
+    """tokenizer.json without its added tokens, as such a class reads it."""
     parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     return msgspec.json.encode({**parts, "added_tokens": []})
 
@@ -247,7 +247,7 @@ def _flag(model: _Model, flag: str) -> Any:
 
 
 def _part_holder(normalizer: Any, pre_tokenizer: Any, decoder: Any) -> tokenizers.Tokenizer:
-    """A tokenizer with an empty vocabulary that holds the given parts, so that the library compares and builds them."""
+    """A tokenizer with an empty vocabulary and the given parts, built by the library."""
     import tokenizers
 
     parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
@@ -260,7 +260,7 @@ def _part_holder(normalizer: Any, pre_tokenizer: Any, decoder: Any) -> tokenizer
 def _listed_tokens(
     directory: Path, options: Mapping[str, Any], parsed: _File, named: Mapping[str, Any], extra: Sequence[Any]
 ) -> list[Any]:
-    """The added tokens with the flags that count, by id: tokenizer_config.json's where it lists them."""
+    """Added tokens in order of their ids, from tokenizer_config.json if it lists them."""
     if "added_tokens_decoder" in options:
         key = "added_tokens_decoder"
         by_id = tokens_by_id(directory / side_files.TOKENIZER_CONFIG, key, options[key])

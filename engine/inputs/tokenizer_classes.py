@@ -206,7 +206,7 @@ PIPELINES: Mapping[str, Callable[[Mapping[str, Any]], Pipeline]] = {
 
 
 def registered_class(model_type: str | None) -> str | None:
-    """The class transformers gives a model type of its own accord, or None where it has no opinion."""
+    """The tokenizer class that transformers registers for a model type, or None."""
     return next((name for name, types in REGISTERED_TYPES.items() if model_type in types), None)
 
 

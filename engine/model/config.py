@@ -63,7 +63,7 @@ class Config:
         return None if key is None else (key, self.raw[key])
 
     def odd(self) -> tuple[str, ...]:
-        """Keys that were read and hold what few formulas take (nothing, less, a list, too much), the latest first."""
+        """Keys that were read and have unusual values (zero, negative, lists, very large), latest first."""
         found = [key for key in reversed(self._read) if _is_odd(key, self.raw.get(key))]
         own = tuple(f"{self._named(key)} = {str(self.raw[key])[:60]}" for key in found)
         return own + tuple(name for sub in self._subs.values() for name in sub.odd())
@@ -93,9 +93,9 @@ class Config:
         return value
 
     def assume(self, **values: Any) -> None:
-        """What an architecture's own code takes where the file is silent, read from now on as if the file held it.
+        """Sets the architecture's own defaults for absent keys, as if the file contained them.
 
-        A null is no silence, and a number that goes by several names is said under any of them.
+        A null counts as present. A number with several names counts as present under any of them.
         """
         if any(name in self.raw for name in SHARED_EXPERTS):
             values = {key: value for key, value in values.items() if key not in SHARED_EXPERTS}
@@ -103,13 +103,13 @@ class Config:
         self._fill(values)
 
     def _fill(self, values: Mapping[str, Any]) -> None:
-        """Values read from now on as if the file held them, where it is silent."""
+        """Sets values of absent keys, as if the file contained them."""
         for key in values.keys() - self.raw.keys():
             self._note(key)
         self.raw = {**values, **self.raw}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Keys of an older spelling (ours -> theirs), read from now on by ours, and named in messages by theirs."""
+        """Reads keys with older names (ours -> theirs) under our names; messages still use the file's names."""
         there = {ours: theirs for ours, theirs in names.items() if theirs in self and ours not in self}
         self._names.update(there)
         for theirs in names.values():
@@ -199,7 +199,7 @@ class Config:
             self.findings.append(found)
 
     def unread(self) -> tuple[str, ...]:
-        """Keys at this level and below that hold a value, were never read and are not known to be harmless."""
+        """Keys at this level and below that have a value, were never read and are not known to be harmless."""
         own = [
             f"{self.where}: {key}"
             for key, value in self.raw.items()

@@ -22,9 +22,9 @@ from firstlight.kernels.attention.meta import AttentionMeta
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Rows [bounds[i], bounds[i + 1]) of the step are rank i's of `comm`; `whole` says where all tokens' entries go.
+    """How the rows of a step are divided: rank i of `comm` has rows [bounds[i], bounds[i + 1]).
 
-    `over_experts`: ranks of ep have different rows.
+    `whole`: cache locations of all tokens of the step. `over_experts`: ranks of ep have different rows.
     """
 
     comm: Comm
@@ -48,7 +48,7 @@ class Division:
         return torch.cat([part[:count] for part, count in zip(joined.split(widest), counts, strict=True)])
 
     def tap(self, tap: Tap) -> Tap:
-        """A tap that is shown the rows of all ranks; one that looks at names and times alone is left as it is."""
+        """A tap that receives the rows of all ranks; taps that only record names and times are unchanged."""
         if getattr(tap, "only_names", False):
             return tap
         return lambda name, value: tap(name, self.gather(value))
@@ -88,21 +88,21 @@ def divided(batch: ForwardBatch, comm: Comm, over_experts: bool) -> ForwardBatch
 
 
 def own_rows(x_T: Tensor, batch: ForwardBatch) -> Tensor:
-    """Of what all tokens have, the rows of this rank."""
+    """This rank's rows of a tensor over all tokens."""
     return x_T if batch.division is None else x_T[batch.division.own]
 
 
 def whole_rows(x_t: Tensor, batch: ForwardBatch) -> Tensor:
-    """What this rank computed, with the rows of the others."""
+    """A tensor over all tokens, from every rank's rows."""
     return x_t if batch.division is None else batch.division.gather(x_t)
 
 
 def write_cache(
     k_tKD: Tensor, v_tKV: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, in_key: int | None = None
 ) -> None:
-    """Keys and values of this step into the cache, those of other ranks' rows as well.
+    """Writes keys and values of this step to the cache, including the rows of other ranks.
 
-    `in_key`: the value is the first so many dims of the key, which travels alone.
+    `in_key`: the value is the first `in_key` dims of the key, so that only the key is sent.
     """
     if batch.division is None:
         batch.ops.write_cache(k_tKD, v_tKV, k_cache, v_cache, batch.attention)

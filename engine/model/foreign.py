@@ -33,7 +33,7 @@ class ForeignSpec(ModelSpec, frozen=True, kw_only=True):
     by: str
 
     def parameters(self, share: tuple[int, int] = (0, 1)) -> tuple[Param, ...]:
-        """None that are ours to lay out."""
+        """Empty: the provider's modules hold their own parameters."""
         return ()
 
     def hidden_width(self, index: int) -> int:
@@ -61,7 +61,7 @@ class ForeignModel(Protocol):
     cache_specs: tuple[CacheSpec, ...]
 
     def admit(self, slot: int, images: Mapping[str, Tensor]) -> None:
-        """A sequence begins in `slot`, with these picture tensors."""
+        """Starts a sequence in `slot`, with these picture tensors."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] float32 for the rows asked for."""
@@ -81,7 +81,7 @@ class ForeignModel(Protocol):
 
 
 class Foreign(Protocol):
-    """Who provides foreign models; `always`: also for architectures that a family here knows."""
+    """A provider of foreign models; `always`: also for architectures that have a family here."""
 
     always: bool
 

@@ -48,7 +48,7 @@ Holds = Callable[[Any], bool]
 
 
 def impossible(key: str, value: Any, default: Any = None) -> tuple[str, Any, str] | None:
-    """The key, the value and what was expected, where `value` cannot be what `key` asks for; None: it can.
+    """(key, value, what was expected) if `value` is impossible for `key`, else None.
 
     `default` is what stands in for an absent value. Where it is a flag, a text or a fraction, its type decides what is
     possible; otherwise the name of the key does.
@@ -84,16 +84,16 @@ def asks_for_numbers(key: str) -> bool:
 
 
 def _type_of(default: Any) -> str:
-    """The type of what stands in, by its name; a float that counts nothing is a fraction."""
+    """The name of the default's type; a float that is not a whole number is a `fraction`."""
     fraction = isinstance(default, float) and not default.is_integer()
     return "fraction" if fraction else type(default).__name__
 
 
 @lru_cache(maxsize=4096)
 def _kind(key: str, default: str) -> tuple[str, Holds | None]:
-    """What a key holds, in words and as a question; `default` is the type of what stands in for it, by its name.
+    """What a key holds, in words and as a predicate; `default` is the name of its default's type.
 
-    Nothing is asked of a key that says nothing of its values.
+    The predicate is None for a key whose name says nothing about its values.
     """
     if _OWN.fullmatch(key):
         return "", None
@@ -125,7 +125,7 @@ def _number(key: str) -> tuple[str, Holds]:
 
 
 def _each(holds: Callable[[float], bool]) -> Holds:
-    """The question of a number, asked of each number of lists; what is neither is no answer."""
+    """A predicate that holds for a number, or for each number of a list, and for nothing else."""
 
     def asked(value: Any) -> bool:
         if isinstance(value, list | tuple):

@@ -62,7 +62,7 @@ def _scaled(constants: ImageConstants, picture: Picture) -> NDArray[np.uint8]:
 
 
 def _opaque(constants: ImageConstants, image: Any) -> NDArray[np.uint8]:
-    """What is transparent composited on the background, cut off to whole numbers; without one, alpha is dropped."""
+    """The picture composited on the background and truncated to integers; without a background, alpha is dropped."""
     import numpy as np
 
     background = constants.values.get("background")

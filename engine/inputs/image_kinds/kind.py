@@ -53,7 +53,7 @@ class ImageKind(msgspec.Struct, frozen=True, kw_only=True):
     `defaults`: what the class takes for a key that the file leaves out; its keys, with `more`, are all that are read.
     `sizes`: the keys that `size` may have. `steps`: pictures to tensors under the vendor's names. `renamed`: keys that
     stand in the file under another name, as (key, value, where); it is given the file's keys and the defaults.
-    `limits`: the largest value of a key, where the class counts by it what others do not.
+    `limits`: the largest value of a key, if it is smaller than for other classes.
     `tags`: tensors whose values are those of a dtype numpy lacks. `torchvision`: the class needs it in
     transformers, and resizes as it does.
     """
@@ -98,7 +98,7 @@ def finished(constants: ImageConstants, image_CHW: steps.Array) -> steps.Array:
 
 
 def finished_at_once(constants: ImageConstants, image_CHW: steps.Array) -> steps.Array:
-    """The same where the class has no steps but torchvision's: mean and deviation are scaled instead of the picture."""
+    """The same as torchvision does it: mean and deviation are scaled instead of the picture."""
     import numpy as np
 
     if not (constants["do_rescale"] and constants["do_normalize"]):
@@ -115,7 +115,7 @@ def height_width(constants: ImageConstants, key: str = "size") -> tuple[int, int
 
 
 def check_shape(picture: Picture, step: str, shape: tuple[int, int]) -> None:
-    """Refuses (bad-image) a step that would leave no pixels of a picture, or too many."""
+    """Refuses (bad-image) a step whose result would have no pixels, or too many."""
     if shape[0] > 0 and shape[1] > 0 and shape[0] * shape[1] <= MAX_STEP_PIXELS:
         return
     width, height = picture.image.size
@@ -132,13 +132,13 @@ def check_shape(picture: Picture, step: str, shape: tuple[int, int]) -> None:
 
 
 def check_tiles(picture: Picture, grid: tuple[int, int]) -> None:
-    """Refuses (bad-image) a picture that would be cut into more tiles than a model takes."""
+    """Refuses (bad-image) a picture that would be cut into more than `MAX_TILES` tiles."""
     if grid[0] * grid[1] > MAX_TILES:
         refuse(picture, "cut into too many tiles", f"at most {MAX_TILES} tiles", f"{grid[0]} rows of {grid[1]}")
 
 
 def check_aspect(picture: Picture, limit: float) -> None:
-    """Refuses (bad-image) a picture whose sides are more unequal than the vendor's processor takes."""
+    """Refuses (bad-image) a picture whose aspect ratio is beyond the vendor's limit."""
     width, height = picture.image.size
     if max(width, height) / min(width, height) > limit:
         refuse(

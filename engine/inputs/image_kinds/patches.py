@@ -210,7 +210,7 @@ def _pixel_range(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
 
 
 def _minimax_range(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """The release's file has a size that was never used, [672, 672]: transformers takes the class's in its place."""
+    """Replaces the release's unused size [672, 672] with the class's default, as transformers does."""
     if config.get("size") == [672, 672]:
         yield from _pixel_range({**config, "size": None}, defaults)
         if config.get("min_pixels") is None and config.get("max_pixels") is None:

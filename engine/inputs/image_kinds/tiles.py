@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def closest_grid(height: int, width: int, tile: tuple[int, int], least: int, most: int) -> tuple[int, int]:
     """Rows and columns of `least` to `most` tiles whose aspect is closest to the picture's.
 
-    Of equally close ones the last that the picture fills to more than half; more tiles come later.
+    Ties go to the larger grid, if the picture covers more than half of it.
     """
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if least <= c * r <= most]
     best, nearest = (1, 1), math.inf
@@ -92,9 +92,9 @@ def canvases(most: int) -> list[tuple[int, int]]:
 
 
 def best_canvas(height: int, width: int, edge: int, most: int, largest: bool) -> tuple[int, int]:
-    """Rows and columns of the canvas: the least enlargement that is none of reduction, else the least reduction.
+    """Rows and columns of the canvas with the smallest upscaling or, if there is none, the smallest downscaling.
 
-    `largest` takes the greatest enlargement instead. Of equal scales the smallest area. Scales are float32, as there.
+    `largest`: the largest upscaling instead. Ties go to the smallest area. Scales are float32, as in transformers.
     """
     import numpy as np
 

@@ -65,7 +65,7 @@ class Attention:
         return out_TH if self._o_bias_H is None else out_TH + self._o_bias_H
 
     def _projected(self, x_TH: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values as they are attended with: normed, clamped, rotated, sharpened; and the gate."""
+        """Queries, keys and values after norms, clamping, rotation and scaling; and the gate."""
         spec = self.spec
         qkv_TF = self._qkv(x_TH)
         q_TF, k_TF, v_TF = self._by_head(qkv_TF) if spec.fused else qkv_TF.split(self._rows, dim=-1)
@@ -91,7 +91,7 @@ class Attention:
         return q_TND, k_TKD, v_TKV, gate_TNV if spec.gate else None
 
     def _by_head(self, qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values out of rows that belong to one key head after another."""
+        """Queries, keys and values from a projection that is grouped by key head."""
         heads = self._rows[1] // self.spec.head_dim
         parts = qkv_TF.unflatten(-1, (heads, -1)).split([rows // heads for rows in self._rows], dim=-1)
         q_TF, k_TF, v_TF = (part.flatten(1) for part in parts)
@@ -116,7 +116,7 @@ class Attention:
         )
 
     def _seen(self, q_TND: Tensor, batch: ForwardBatch, chosen: list[Tensor] | None) -> Sequence[Tensor] | None:
-        """The keys that each token sees, where that is not all of its window."""
+        """The mask of visible keys, or None if each token sees all of its window."""
         spec, meta = self.spec, batch.attention
         if spec.whole_pictures and batch.groups is not None:
             return with_pictures(meta, spec.window, batch.groups)
@@ -132,7 +132,7 @@ class Attention:
 
 
 def sharpened(q_TND: Tensor, temperature: Temperature, batch: ForwardBatch) -> Tensor:
-    """Queries times what their position asks for; computed in float32."""
+    """Queries scaled by their position (temperature tuning), in float32."""
     whole_T = torch.floor((batch.positions_T.float() + temperature.offset) / temperature.length)
     factor_T11 = (1.0 + temperature.strength * torch.log1p(whole_T))[:, None, None]
     return (q_TND * factor_T11).to(q_TND.dtype)
@@ -141,7 +141,7 @@ def sharpened(q_TND: Tensor, temperature: Temperature, batch: ForwardBatch) -> T
 def biased(
     meta: AttentionMeta, window: int | None, alibi: Alibi, heads: slice, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """What the scores of each head of each sequence gain, float32 [N, t, L]; -inf for the keys that are not seen.
+    """The bias on the scores of each head of each sequence, float32 [N, t, L]; -inf for masked keys.
 
     Biases count from the first key, as in releases' own code: a softmax does not tell that from a distance.
     """

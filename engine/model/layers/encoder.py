@@ -23,7 +23,7 @@ from firstlight.kernels.gated_activation.reference import ACTIVATIONS
 
 
 def refuse_unfit(problem: tuple[str, str] | None) -> None:
-    """Refuses (bad-image) picture tensors of which a spec says what it expects and what it found; None: they fit."""
+    """Refuses (bad-image) picture tensors with a spec's `problem`, (expected, found); None: they fit."""
     if problem is not None:
         raise Refused(
             fatal(
@@ -38,7 +38,7 @@ def refuse_unfit(problem: tuple[str, str] | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the layers share: rotations [T, A] complex, the lengths that attend as wholes, a mask of real patches."""
+    """What the layers share: rotations [T, A] complex, sequence lengths for attention, and a mask of real patches."""
 
     turns_TA: Tensor | None
     lengths: tuple[int, ...]

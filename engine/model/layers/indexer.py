@@ -52,7 +52,7 @@ class Indexer:
 
 
 def width(meta: AttentionMeta, spec: specs.Indexer) -> int:
-    """Columns of a choice in this step: no more than there are keys."""
+    """Number of keys chosen per token in this step: at most as many as there are keys."""
     return min(spec.topk, meta.max_kv_len)
 
 

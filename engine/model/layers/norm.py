@@ -52,7 +52,7 @@ class HeadsNorm:
 
 
 class EachNorm:
-    """The same where the heads' weights are stored apart, and every rank has those of all heads."""
+    """The same with weights stored per head; every rank has those of all heads."""
 
     def __init__(self, spec: NormSpec, weights: Access) -> None:
         self._plain = Norm(NormSpec(kind=spec.kind, eps=spec.eps, weight=False), weights)
@@ -67,7 +67,7 @@ class EachNorm:
 class WidthNorm:
     """RMSNorm over all heads of a token together; this rank has N of them, so the mean is taken over ranks.
 
-    Key heads that several ranks hold are counted as often, in the sum and in the number of terms alike.
+    Replicated key heads are counted several times, in the sum and in the number of terms alike.
     """
 
     def __init__(self, spec: NormSpec, weights: Access) -> None:

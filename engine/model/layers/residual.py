@@ -31,7 +31,7 @@ class Topology(Protocol):
         """(what the block sees [T, H], how its output joins)."""
 
     def shown(self, x_TPH: Tensor) -> Tensor:
-        """What stands for the layer's output in comparisons: [T, H], or all planes [T, S]."""
+        """The layer's output as shown in comparisons: [T, H], or all planes [T, S]."""
 
 
 class Ends(Protocol):
@@ -90,7 +90,7 @@ class AttentionResidualEnds:
 
 
 class _Shares:
-    """Numbers that the streams give by one small projection of all of them, RMS-normalised together; in float32."""
+    """Mixing coefficients from one small projection of all streams, RMS-normalised together; in float32."""
 
     def __init__(self, norm_eps: float, weights: Access, sizes: tuple[int, ...]) -> None:
         self._norm_eps, self._sizes = norm_eps, sizes
@@ -122,7 +122,7 @@ class HyperConnections:
         return seen_TH, lambda out_TH: kept_TPH + given_TP.to(out_TH.dtype).unsqueeze(-1) * out_TH.unsqueeze(1)
 
     def _balanced(self, logits_TPP: Tensor) -> Tensor:
-        """Rows and columns that sum to one, by turns (Sinkhorn-Knopp); columns last."""
+        """Normalises rows and columns to sum to one, alternately (Sinkhorn-Knopp); columns last."""
         eps = self.spec.eps
         shares_TPP = torch.softmax(logits_TPP, dim=-1) + eps
         shares_TPP = shares_TPP / (shares_TPP.sum(dim=-2, keepdim=True) + eps)

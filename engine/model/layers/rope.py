@@ -48,7 +48,7 @@ def _angles(rope: Rope, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
 
 
 def _by_axis(rope: Rope, positions_3T: Tensor) -> tuple[Tensor, Tensor]:
-    """Each frequency turns by the frame, row or column of a token."""
+    """Angles where each frequency uses the frame, row or column of a token (M-RoPE)."""
     axes = torch.tensor(rope.axes(), device=positions_3T.device)
     angle_TR = positions_3T[axes].T.float() * frequencies(rope).to(positions_3T.device)
     factor = attention_factor(rope)

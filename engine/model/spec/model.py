@@ -103,7 +103,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def residual(self) -> Residual | None:
-        """The topology of the residual streams, which all layers share; None: one stream."""
+        """The residual topology, which all layers share; None: a single stream."""
         return self.layers[-1].residual if self.layers else None
 
     def chooser(self, layer: int) -> int | None:
@@ -114,18 +114,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_choices(self) -> bool:
-        """Whether any layer attends to keys that another chose, or keeps."""
+        """Whether any layer attends to keys that another layer chose or caches."""
         return any(self.chooser(layer) not in (None, layer) for layer in range(self.num_layers)) or any(
             layer.keys_of is not None for layer in self.layers
         )
 
     @property
     def most_stages(self) -> int:
-        """The pipeline stages that its layers can be parted into."""
+        """The largest possible number of pipeline stages."""
         return len(self.together())
 
     def together(self) -> tuple[tuple[int, int], ...]:
-        """Runs of layers [start, stop) that one pipeline stage holds: who attends to another's keys stays with it."""
+        """Runs of layers [start, stop) that must be on one stage, because a layer attends to another's keys."""
         last = {layer.keys_of: index for index, layer in enumerate(self.layers) if layer.keys_of is not None}
         found, start, reach = [], 0, 0
         for index in range(self.num_layers):
@@ -159,5 +159,5 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden * (self.stream_shape(index)[0] if inside else 1)
 
     def stream_shape(self, layer: int) -> tuple[int, ...]:
-        """What enters `layer` for one token: [hidden], or [planes, hidden]."""
+        """Shape of the residual stream that enters `layer`, per token: [hidden], or [planes, hidden]."""
         return (self.hidden,) if self.residual is None else (self.residual.planes(layer), self.hidden)

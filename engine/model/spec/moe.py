@@ -115,7 +115,7 @@ class MoE(msgspec.Struct, frozen=True, kw_only=True, tag="moe"):
             yield scope.param("shared_gate.weight", 1, scope.hidden, role="router")
 
     def _experts(self, scope: Scope, width: int) -> Iterator[Param]:
-        """The experts one after another: hundreds of thousands, so that what they share is said once."""
+        """Parameters of all experts, with shared values computed once: there may be hundreds of thousands."""
         parts = tuple(self._parts(width))
         for expert in scope.experts(self.num_experts):
             owner, one = Expert(expert, self.num_experts), f"experts.{expert}."

@@ -8,9 +8,9 @@ import msgspec
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are stretched beyond the trained length; the names are those of released configs.
+    """How rotary frequencies are scaled beyond the trained length; names are those of released configs.
 
-    `proportional`: only the fastest `share` of them turn, the others stand still.
+    `proportional`: only the fastest `share` of the frequencies rotate.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -46,7 +46,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     sections_interleaved: bool = False
 
     def axes(self) -> tuple[int, ...]:
-        """Which of frame, row and column (0, 1, 2) each frequency turns by."""
+        """Which of frame, row and column (0, 1, 2) each frequency uses."""
         if not self.sections_interleaved:
             return tuple(index % 3 for index, size in enumerate(self.sections) for _ in range(size))
         found = [0] * (self.dim // 2)
