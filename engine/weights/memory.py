@@ -77,12 +77,12 @@ class Pool:
         """Reserve `nbytes`; with `populate` every page is backed now, by `threads` threads (default: torch's).
 
         Without `wait` this returns at once and pages are backed in the background, by one thread less, from the start
-        of the pool to its end (see `wait`, `take_over`); without `populate` a page is backed when it is first written to. On CPUs the
-        range is anonymous memory that starts on a huge page and asks for them (`madvise(MADV_HUGEPAGE)`); `report()`
-        tells whether they were given. Where they take longer than `slow_huge_page_s` each, the rest is backed by small
-        pages until `join_pages` or the kernel itself joins them. Elsewhere it is one allocation of torch. Contents are
-        zero on CPUs, undefined elsewhere. Each tensor is aligned to 64 bytes: ask for the sum of `aligned(nbytes)` over
-        them.
+        of the pool to its end (see `wait`, `take_over`); without `populate` a page is backed when it is first written
+        to. On CPUs the range is anonymous memory that starts on a huge page and asks for them
+        (`madvise(MADV_HUGEPAGE)`); `report()` tells whether they were given. Where they take longer than
+        `slow_huge_page_s` each, the rest is backed by small pages until `join_pages` or the kernel itself joins them.
+        Elsewhere it is one allocation of torch. Contents are zero on CPUs, undefined elsewhere. Each tensor is aligned
+        to 64 bytes: ask for the sum of `aligned(nbytes)` over them.
 
         Raises:
             Refused: the device does not have that much memory.
