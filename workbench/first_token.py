@@ -27,11 +27,15 @@ FROM, TO = "load", "warm-up text"  # stages of a start
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """`seconds` from the first byte to the first token, `start_s` from the start of the processes; or why neither."""
+    """`seconds` from the first byte to the first token, `start_s` from the start of the processes; or why neither.
+
+    `how`: what was read by then, and whether layers ran meanwhile, in words.
+    """
 
     seconds: float | None = None
     start_s: float | None = None
     reason: str = ""
+    how: str = ""
 
 
 def of_stages(stages: Sequence[StageRecord]) -> FirstToken | None:
@@ -40,7 +44,8 @@ def of_stages(stages: Sequence[StageRecord]) -> FirstToken | None:
     if TO not in names or stages[names.index(TO)].status != "passed":
         return None
     taken = [stage.seconds or 0.0 for stage in stages[: names.index(TO) + 1]]
-    return FirstToken(seconds=sum(taken[names.index(FROM) :]), start_s=sum(taken))
+    how = "; ".join(stage.detail for stage in stages if stage.name in (FROM, TO) and stage.detail)
+    return FirstToken(seconds=sum(taken[names.index(FROM) :]), start_s=sum(taken), how=how)
 
 
 def streamed(options: EngineOptions, progress: Progress | None = None) -> FirstToken:
@@ -91,13 +96,19 @@ def add_first_token(draft: Draft, loaded: FirstToken | None, streaming: FirstTok
         streaming.seconds,
         "s",
         streaming.reason
-        or "from the first byte asked for: layers run while those behind them are read; this start came first: "
-        "files that it read and operators that it chose are at hand for the other",
+        or f"from the first byte asked for{': ' if streaming.how else ''}{streaming.how}; this start came first: files "
+        "that it read and operators that it chose are at hand for the other",
     )
     draft.table(
         "first_token",
         (
-            {"start": name, "first_token_s": one.seconds, "from_process_start_s": one.start_s, "reason": one.reason}
+            {
+                "start": name,
+                "first_token_s": one.seconds,
+                "from_process_start_s": one.start_s,
+                "how": one.how,
+                "reason": one.reason,
+            }
             for name, one in (("load, then run", own), ("streaming", streaming))
         ),
     )

@@ -165,6 +165,7 @@ def _stages(draft: Draft, health: Health) -> None:
             value=stage.seconds,
             limit=stage.deadline_s,
             unit="s",
+            detail=stage.detail,
         )
     draft.check("engine is ready", health.is_ready, value=health.status, detail=str(health.failure or ""))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,7 +42,10 @@ class Model:
         self._inputs = (
             PerLayerInputs(spec.per_layer, access.into("per_layer")) if spec.per_layer and self.is_first else None
         )
-        self._vision = TOWERS[type(spec.vision)](spec.vision, access) if spec.vision and self.is_first else None
+        self._make_vision = self._tower_over(weights, access) if spec.vision and self.is_first else None
+        self._vision = None
+        if self._make_vision is not None and (weights.stream is None or weights.stream.is_all_there):
+            self._vision = self._make_vision()
         self._layers = self._layers_over(weights, ops)
         self._choosers = [spec.chooser(i) for i in range(start, stop)]
         self._ends = (
@@ -51,11 +54,23 @@ class Model:
         self._norm = Norm(spec.final_norm, access.into("norm")) if self.is_last else None
         self._head = Head(spec, access) if self.is_last else None
 
+    def _tower_over(self, weights: Weights, access: Access) -> Callable[[], Callable[..., Tensor]]:
+        """Makes the vision tower, of weights that may be the last to come: text alone does not wait for them."""
+
+        def tower() -> Callable[..., Tensor]:
+            assert self.spec.vision is not None
+            late = {} if weights.stream is None else weights.stream.behind()
+            whole = replace(access, storages={**access.storages, **late})
+            return TOWERS[type(self.spec.vision)](self.spec.vision, whole)
+
+        return tower
+
     def _layers_over(self, weights: Weights, ops: Choice) -> Sequence[Layer] | Turning[Layer]:
         """The layers, made once; where their weights come and go, made of what is there when it is their turn."""
+        arriving = None if weights.stream is None else weights.stream.arriving
 
         def layer(storages: Mapping[str, Tensor], index: int) -> Layer:
-            access = Access(storages, ops, f"layers.{index}.", weights.experts, weights.pieces.packings)
+            access = Access(storages, ops, f"layers.{index}.", weights.experts, weights.pieces.packings, arriving)
             return Layer(self.spec.layers[index], access, index)
 
         if weights.stream is not None:
@@ -97,7 +112,9 @@ class Model:
 
         Features that are added behind the first layers stand beside them: [tokens, (1 + deep) H].
         """
-        assert self._vision is not None, "this rank holds no vision tower"
+        assert self._make_vision is not None, "this rank holds no vision tower"
+        if self._vision is None:
+            self._vision = self._make_vision()
         return self._vision({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     @torch.inference_mode()

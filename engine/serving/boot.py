@@ -19,9 +19,9 @@ from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import MLA, MLP, Attention, CacheSpec, ModelSpec, MoE
 from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
-from firstlight.engine.parallel.kept import kept_roles
+from firstlight.engine.parallel.kept import Keep, Room, settled
 from firstlight.engine.parallel.mesh import HEADS, Mesh
-from firstlight.engine.parallel.pieces import rank_pieces, settled_roles
+from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.plan import room_here
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
 from firstlight.engine.serving.choices import Choices
@@ -88,8 +88,8 @@ def bring_up(
     context = context_of(options, spec, device.type)
     ops = operators_of(options, spec, device, dtype, context, settings)
     pulse.enter("load")
-    keep = _kept(options, spec, dtype, ledger, device, local_ranks)
-    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep)
+    keep = _kept(options, spec, rank, dtype, ledger, device, ops, local_ranks, comms)
+    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep.roles, kinds=keep.kinds)
     weights = hold(
         checkpoint,
         pieces,
@@ -98,8 +98,11 @@ def bring_up(
         options.weights_budget,
         options.load_threads,
         partial(_largest, comms),
+        lambda _: pulse.alive(),
         progress=lambda now: pulse.progress(now.bytes_done, now.bytes_total),
     )
+    if weights.stream is not None:
+        pulse.say(weights.stream.start)
     pulse.enter("build")
     choices = Choices(ops, settings.cache_dir)
     model = _built(spec, weights, ops, choices, comms, pulse, meet)
@@ -128,13 +131,34 @@ def bring_up(
 
 
 def _kept(
-    options: EngineOptions, spec: ModelSpec, dtype: str, ledger: Ledger, device: torch.device, local_ranks: int
-) -> frozenset[str]:
-    """The roles of weights that stay packed where they can."""
+    options: EngineOptions,
+    spec: ModelSpec,
+    rank: int,
+    dtype: str,
+    ledger: Ledger,
+    device: torch.device,
+    ops: Choice,
+    local_ranks: int,
+    comms: Comms,
+) -> Keep:
+    """What stays packed where it can, on all ranks alike."""
+    faster = ops.packs_faster() if device.type == "cpu" else frozenset()
+    least = min(room_here(local_ranks), options.weights_budget or 1 << 62)
+    room = Room(least, is_budget=least == options.weights_budget)
     if options.residency != "resident":  # there is room for what is there at a time
-        return kept_roles(options.packed, device.type)[0]
-    room_bytes = min(room_here(local_ranks), options.weights_budget or 1 << 62)
-    return settled_roles(spec, options.mesh, dtype, ledger, options.packed, device.type, room_bytes)[0]
+        room = Room(1 << 62)
+
+    def nbytes_of(keep: Keep) -> int:
+        kept = {"keep_packed": keep.roles, "kinds": keep.kinds}
+        return rank_pieces(spec, options.mesh, rank, dtype, ledger, **kept).nbytes
+
+    return settled(options.packed, device.type, faster, nbytes_of, room, partial(_of_all, comms))
+
+
+def _of_all(comms: Comms, numbers: tuple[int, ...]) -> list[list[int]]:
+    """What every rank says, all of them at once."""
+    found: list[list[int]] = comms.control.all_gather(torch.tensor([numbers], dtype=torch.int64), 0).tolist()
+    return found
 
 
 def _largest(comms: Comms, number: int) -> int:

@@ -79,12 +79,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageRecord(msgspec.Struct, kw_only=True):
-    """One stage of a start as rank 0 saw it."""
+    """One stage of a start as rank 0 saw it; `detail` is what was decided or found there, in words."""
 
     name: str
     status: Literal["waiting", "running", "passed", "failed"] = "waiting"
     seconds: float | None = None
     deadline_s: float | None = None
+    detail: str = ""
 
 
 class Pulse:
@@ -135,6 +136,16 @@ class Pulse:
         """What the rank does now, in words: `step 17 decode`, `all_reduce tp`, ..."""
         self._phase = phase
         self._since_s = time.monotonic()
+
+    def alive(self) -> None:
+        """The phase goes on, and something of it was just done."""
+        self._since_s = time.monotonic()
+
+    def say(self, detail: str) -> None:
+        """What was decided or found in the stage that runs."""
+        for record in self.stages:
+            if record.status == "running":
+                record.detail = detail
 
     def collective(self, name: str) -> None:
         """A collective starts; the age goes on, since only its step has a deadline."""

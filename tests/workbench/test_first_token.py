@@ -21,13 +21,16 @@ def test_stages_say_when_the_first_token_came() -> None:
     for stage in ("mesh", "ping", "ledger", "load", "build", "meet", "cache", "warm-up text"):
         pulse.enter(stage)
         assert of_stages(pulse.stages) is None
+    pulse.say("all of it was there")
     pulse.enter("ready")
     taken = iter((4.0, 1.0, 1.0, 2.0, 0.5, 0.25, 0.0, 0.125, 0.0625))
     for record in pulse.stages:
         if record.seconds is not None:
             record.seconds = next(taken)
     found = of_stages(pulse.stages)
-    assert found == FirstToken(seconds=0.9375, start_s=8.9375), "from load on, and from the first stage on"
+    assert found == FirstToken(seconds=0.9375, start_s=8.9375, how="all of it was there"), (
+        "from load on, and from the first stage on"
+    )
 
 
 def test_a_start_without_a_token_says_so() -> None:
@@ -60,5 +63,6 @@ def test_both_starts_are_in_the_report_and_one_engine_is_left(tmp_path: Path) ->
             assert 0 < row["first_token_s"] < row["from_process_start_s"]
             assert row["reason"] == ""
         assert report.value("first_token_streamed_s") == rows["streaming"]["first_token_s"]
+        assert "read" in rows["streaming"]["how"]
         assert "streaming" in line_of(report)
         assert len(running() - before) == 1

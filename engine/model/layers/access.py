@@ -10,6 +10,7 @@ from torch import Tensor
 
 from firstlight.engine.parallel.kept import SUFFIXES
 from firstlight.engine.weights.formats.grid import Packing
+from firstlight.engine.weights.loading.arriving import Arriving
 from firstlight.engine.weights.loading.expert_cache import ExpertCache
 from firstlight.kernels.packed.matrix import PackedMatrix
 from firstlight.kernels.registry import Choice
@@ -22,7 +23,8 @@ ROW_COUNTS = (1, 16)  # rows a linear layer sees in decode: what implementations
 class Access:
     """The storages below `prefix`, and the operators that were chosen for them.
 
-    `packings`: storages that hold codes -> how they are multiplied by.
+    `packings`: storages that hold codes -> how they are multiplied by. `arriving`: experts among the storages that are
+    to be asked for before they are multiplied by.
     """
 
     storages: Mapping[str, Tensor]
@@ -30,6 +32,7 @@ class Access:
     prefix: str = ""
     cached: ExpertCache | None = None
     packings: Mapping[str, Packing] = field(default_factory=dict)
+    arriving: Arriving | None = None
 
     def into(self, name: str) -> Access:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -37,6 +40,10 @@ class Access:
     def experts(self) -> ExpertCache | None:
         """Where the experts below this prefix are found, if they are not among the storages."""
         return self.cached if self.cached is not None and self.cached.has(self.prefix) else None
+
+    def experts_to_come(self) -> Arriving | None:
+        """Who is asked for the experts below this prefix, where they are still being read."""
+        return self.arriving if self.arriving is not None and self.arriving.has(self.prefix) else None
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.storages

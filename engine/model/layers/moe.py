@@ -33,6 +33,7 @@ class MoE:
         self.spec = spec
         self._routing = Routing(spec.router, weights.into("router"))
         self._cached, self._site = weights.experts(), weights.prefix
+        self._arriving = weights.experts_to_come()
         self._experts = None if self._cached else _matrices(spec, weights)
         self._packings = [weights.packing(name) for name in (spec.entry, "experts.down")]
         packed = None if self._experts is None else self._as_packed(self._experts)
@@ -91,6 +92,8 @@ class MoE:
         biases = self._gate_up_bias_E2F, down_bias_EH
         if self._experts is not None:
             first = batch.comms.ep.index * self._experts[self.spec.entry].shape[0]
+            if self._arriving is not None:
+                self._arriving.need(self._site, ids_Tk, first)
             return self._product(self._experts, x_TZ, ids_Tk, weights_Tk, first, biases, batch)
         assert self._cached is not None
 

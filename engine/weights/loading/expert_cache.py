@@ -16,17 +16,11 @@ from torch import Tensor
 from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.loader import Filling
+from firstlight.engine.weights.loading.arriving import by_expert, sites_of
 from firstlight.engine.weights.loading.pages import aligned
 from firstlight.engine.weights.loading.placing import STORED_DTYPES
-from firstlight.engine.weights.loading.residency import (
-    STAGING_BYTES,
-    Largest,
-    ResidencyReport,
-    alone,
-    staging_bytes,
-    too_small,
-    zero_padding,
-)
+from firstlight.engine.weights.loading.residency import STAGING_BYTES, Largest, ResidencyReport, alone
+from firstlight.engine.weights.loading.slots import staging_bytes, too_small, zero_padding
 from firstlight.engine.weights.memory import Pool
 
 MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights is bounded
@@ -35,11 +29,6 @@ MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights
 # slot [C] -> what each place contributes to its token [M, H], float32.
 Call = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor], Tensor]
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
-
-
-def is_expert(storage: Storage) -> bool:
-    """Whether a storage holds matrices of experts, one behind the other along dim 0; biases are small and stay."""
-    return storage.role == "expert" and len(storage.shape) == 3 and ".experts." in f".{storage.name}"
 
 
 class ExpertCache:
@@ -66,8 +55,8 @@ class ExpertCache:
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._budget_bytes, self._whole_bytes = budget_bytes, pieces.nbytes
         self._other_bytes = other_bytes
-        self._sites = _sites(pieces.storages)
-        self._pieces = _by_expert(pieces.pieces, self._sites)
+        self._sites = sites_of(pieces.storages)
+        self._pieces = by_expert(pieces.pieces, self._sites)
         self._lock = threading.Lock()
         staging = 0 if budget_bytes is None else max(other_staging_bytes, *map(self._staging, self._sites))
         self._staging_bytes = staging
@@ -235,25 +224,6 @@ class _Bank:
     def check(self) -> None:
         taken = [*self.where.values(), *self._free]
         assert len(taken) == len(set(taken)) == self.size, "a slot is held twice or lost"
-
-
-def _sites(storages: Sequence[Storage]) -> dict[str, list[Storage]]:
-    """Storages of experts by what they belong to: `layers.3.ffn.` has `experts.gate_up` and `experts.down`."""
-    found: dict[str, list[Storage]] = {}
-    for storage in storages:
-        if is_expert(storage):
-            found.setdefault(storage.name.rpartition("experts.")[0], []).append(storage)
-    return found
-
-
-def _by_expert(pieces: Sequence[Piece], sites: dict[str, list[Storage]]) -> dict[tuple[str, int], list[Piece]]:
-    site_of = {storage.name: site for site, storages in sites.items() for storage in storages}
-    found: dict[tuple[str, int], list[Piece]] = {}
-    for piece in pieces:
-        if piece.storage in site_of:
-            assert piece.expert is not None, piece.param
-            found.setdefault((site_of[piece.storage], piece.expert), []).append(piece)
-    return found
 
 
 def _leaf(site: str, storage: Storage) -> str:

@@ -5,7 +5,6 @@ Whatever is not a layer (embedding, head, norms, vision) or, with experts on dem
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,13 +14,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
-from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
+from firstlight.engine.parallel.pieces import RankPieces
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.loader import AHEAD_BYTES, Filling
+from firstlight.engine.weights.loading.arriving import Arriving, by_expert, sites_of
+from firstlight.engine.weights.loading.overlap import ENOUGH_BYTES, ENOUGH_S, Overlap
 from firstlight.engine.weights.loading.pages import aligned
-from firstlight.engine.weights.loading.placing import STORED_DTYPES
+from firstlight.engine.weights.loading.slots import staging_bytes, too_small, views, zero_padding
 from firstlight.engine.weights.memory import Pool
 
 Built = TypeVar("Built")
@@ -37,12 +36,17 @@ def alone(number: int) -> int:
     return number
 
 
+def nobody(nbytes: int) -> None:
+    """Is told of bytes that were placed."""
+
+
 class ResidencyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was in memory and what had to be waited for.
 
     `held_bytes` is memory for weights, staging included, of `budget_bytes` (None: no budget) for `whole_bytes` of them.
     `units` layers or experts fit at once, of which `pinned` never leave. A hit was there when it was wanted, a miss had
-    to be waited for, `waited_s` in all; `fetched_bytes` were read in `fetch_s`.
+    to be waited for, `waited_s` in all; `fetched_bytes` were read in `fetch_s`. `start` says in words whether layers
+    ran while others were read, and why; empty with a budget.
     """
 
     kind: str
@@ -57,14 +61,15 @@ class ResidencyReport(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float
     fetched_bytes: int
     fetch_s: float
+    start: str = ""
 
 
 class LayerStream:
     """Layers in slots of equal size: some stay, the others follow one another, read ahead in the background.
 
-    With room for every layer all of them stay: then the first pass runs while the layers behind it are being read.
-    One thread asks (`turn_to`), in whatever order; what is read ahead is what the forward pass wants next, round and
-    round.
+    With room for every layer all of them stay: then the first pass runs while the layers behind it are being read, and
+    of layers with experts those come first that tokens choose (`arriving`). One thread asks (`turn_to`), in whatever
+    order; what is read ahead is what the forward pass wants next, round and round.
     """
 
     def __init__(
@@ -77,10 +82,14 @@ class LayerStream:
         threads: int | None = None,
         other_staging_bytes: int = 0,
         largest: Largest = alone,
+        late: RankPieces | None = None,
+        told: Callable[[int], None] = nobody,
     ) -> None:
         """`other_bytes` of the budget are taken already, by what takes `other_staging_bytes` until it is read.
 
-        Raises `Refused` where not even two layers have room, on this rank or on another that `largest` knows of.
+        `late` come behind the layers, where there is room for all (`behind`); `told` hears of every lot of bytes that
+        was placed. Raises `Refused` where not even two layers have room, on this rank or on another that `largest`
+        knows of.
         """
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._start, self._stop = pieces.layers
@@ -92,8 +101,13 @@ class LayerStream:
         sizes = [sum(aligned(one.nbytes) for one in self._storages[layer]) for layer in self._range]
         slot_bytes = max(sizes)
         count = _slots(len(sizes), slot_bytes, budget_bytes, other_bytes + self._staging_bytes, largest)
-        self._pool = Pool.reserve(count * slot_bytes, "layers", device, wait=False)
+        self._late = late.storages if late is not None else ()
+        self._late_pieces = late.pieces if late is not None else ()
+        late_bytes = sum(aligned(storage.nbytes) for storage in self._late)
+        self._pool = Pool.reserve(count * slot_bytes + late_bytes, "layers", device, wait=False)
         self._slots = [self._pool.take((slot_bytes,), torch.uint8) for _ in range(count)]
+        self._late_slot = self._pool.take((late_bytes,), torch.uint8)
+        self._is_late_there = not self._late
         self._free = list(range(count))
         self._ahead = 0 if count == len(sizes) else min(AHEAD, count - 1)
         self._pinned = set(_spread(self._range, count if not self._ahead else count - 1 - self._ahead))
@@ -107,11 +121,33 @@ class LayerStream:
         self._hits = self._misses = self._fetched_bytes = 0
         self._waited_s = self._fetch_s = 0.0
         self._pass_waited = 0
+        self._told, self._taken_bytes = told, 0
+        self.start = ""  # whether layers ran while others were read, and why
+        self._is_awaited = self._is_over = False  # by `settle`: all of it is to come first; nothing is left to read
+        self.arriving = self._experts() if budget_bytes is None else None
         self._thread = threading.Thread(target=self._fetch_all, name="layers", daemon=True)
 
     def begin(self) -> None:
         """Fetch from here on, in the background; called once."""
         self._thread.start()
+
+    def settle(self, overlap: Overlap, other_bytes: int) -> None:
+        """Return soon, or when everything is there, whichever brings the first token sooner; raises what reading does.
+
+        `other_bytes` were read beside the layers since `overlap` began.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over or self._taken_bytes + other_bytes >= ENOUGH_BYTES, overlap.left_s(ENOUGH_S)
+            )
+            runs, self.start = overlap.judge(self._taken_bytes + other_bytes)
+            self._is_awaited = not runs
+            if self.arriving is not None:
+                self.arriving.stop()
+            if self._is_awaited:
+                self._changed.wait_for(lambda: self._is_over)
+            if self._failure is not None:
+                raise self._failure
 
     @property
     def pool(self) -> Pool:
@@ -122,8 +158,11 @@ class LayerStream:
         if self._device.type == "cuda":  # what was computed from the layer before must be done before it may go
             torch.cuda.current_stream(self._device).synchronize()
         with self._changed:
-            if layer <= self._turn and self._using >= 0:
-                self._end_of_pass()
+            if layer <= self._turn:
+                if self._using >= 0:
+                    self._end_of_pass()
+                if self.arriving is not None:
+                    self.arriving.begins_pass()
             self._turn = self._using = layer
             there = layer in self._where
             self._hits, self._misses = self._hits + there, self._misses + (not there)
@@ -137,6 +176,19 @@ class LayerStream:
                 raise self._failure
             slot = self._where[layer]
             return self._fetch_counts[layer], self._views(layer, slot)
+
+    def behind(self) -> dict[str, Tensor]:
+        """Storages that come behind the layers, once they are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_late_there or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+        return views(self._late_slot, self._late)
+
+    @property
+    def is_all_there(self) -> bool:
+        """Whether nothing is left to read, and nothing that was read goes."""
+        return self._is_over and not self._ahead and self._failure is None
 
     def layers(self, build: Callable[[Mapping[str, Tensor], int], Built]) -> Turning[Built]:
         """The layers as a sequence that turns to each one that is asked for; `build` makes one of its storages."""
@@ -157,10 +209,28 @@ class LayerStream:
                 ahead=self._ahead,
                 hits=self._hits,
                 misses=self._misses,
-                waited_s=self._waited_s,
-                fetched_bytes=self._fetched_bytes,
+                waited_s=self._waited_s + (self.arriving.waited_s if self.arriving else 0.0),
+                fetched_bytes=self._fetched_bytes + (self.arriving.fetched_bytes if self.arriving else 0),
                 fetch_s=self._fetch_s,
+                start=self.start,
             )
+
+    @property
+    def whole_bytes(self) -> int:
+        """What all weights of this rank take in memory."""
+        return self._whole_bytes
+
+    def there_bytes(self) -> int:
+        """What of it is in its place now."""
+        with self._changed:
+            late = sum(storage.nbytes for storage in self._late if not self._is_late_there)
+            absent = sum(
+                storage.nbytes
+                for layer in self._range
+                for storage in self._storages[layer]
+                if layer not in self._where and (self.arriving is None or not self.arriving.has_storage(storage))
+            )
+            return self._whole_bytes - late - absent - (self.arriving.absent_bytes() if self.arriving else 0)
 
     def check(self) -> None:
         """Assert what always holds between calls."""
@@ -175,6 +245,8 @@ class LayerStream:
         self._cancel.set()
         with self._changed:
             self._changed.notify_all()
+        if self.arriving is not None:
+            self.arriving.stop()
         if self._thread.ident is not None:
             self._thread.join()
         self._pool.stop()
@@ -191,9 +263,10 @@ class LayerStream:
             else:
                 self._fetch_as_wanted()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the layer
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._failure = error
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
     def _fetch_each_once(self) -> None:
         """There is room for all: one load, of which each layer is used as soon as it is there."""
@@ -204,7 +277,12 @@ class LayerStream:
             zero_padding(self._pieces.get(layer, ()), self._storages[layer], own)
             storages |= own
         described = [one for layer in self._range for one in self._storages[layer]]
-        pieces = [piece for layer in self._range for piece in self._pieces.get(layer, ())]
+        pieces = [
+            piece
+            for layer in self._range
+            for piece in self._pieces.get(layer, ())
+            if self.arriving is None or not self.arriving.holds(piece)
+        ]
         filling = Filling(self._checkpoint, described, pieces, storages, self._device, self._pool)
         started_s, read_bytes, coming = time.perf_counter(), 0, iter(self._range)
         layer = next(coming)
@@ -214,9 +292,30 @@ class LayerStream:
                 self._arrived(layer, places[layer], read_bytes, time.perf_counter() - started_s)
                 started_s, read_bytes, layer = time.perf_counter(), 0, next(coming)
             read_bytes += nbytes
+            self._placed(nbytes)
         for last in (layer, *coming):
             self._arrived(last, places[last], read_bytes, time.perf_counter() - started_s)
             started_s, read_bytes = time.perf_counter(), 0
+        self._fetch_late()
+        if self.arriving is not None:
+            self.arriving.fill(self._cancel, lambda: self._is_awaited)
+
+    def _fetch_late(self) -> None:
+        storages = views(self._late_slot, self._late)
+        zero_padding(self._late_pieces, self._late, storages)
+        filling = Filling(self._checkpoint, self._late, self._late_pieces, storages, self._device, self._pool)
+        for _, nbytes in filling.carry_out(self._threads, self._cancel):
+            self._placed(nbytes)
+            self._fetched_bytes += nbytes
+        with self._changed:
+            self._is_late_there = True
+            self._changed.notify_all()
+
+    def _placed(self, nbytes: int) -> None:
+        with self._changed:
+            self._taken_bytes += nbytes
+            self._changed.notify_all()
+        self._told(nbytes)
 
     def _arrived(self, layer: int, slot: int, read_bytes: int, took_s: float) -> None:
         with self._changed:
@@ -265,7 +364,23 @@ class LayerStream:
         zero_padding(pieces, self._storages[layer], storages)
         filling = Filling(self._checkpoint, self._storages[layer], pieces, storages, self._device, self._pool)
         ahead = STAGING_BYTES // 2
-        return sum(nbytes for _, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes=ahead))
+        read_bytes = 0
+        for _, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes=ahead):
+            read_bytes += nbytes
+            self._told(nbytes)
+        return read_bytes
+
+    def _experts(self) -> Arriving | None:
+        """The experts of all layers, where tokens may choose which of them come first."""
+        storages = [one for layer in self._range for one in self._storages[layer]]
+        pieces = [piece for layer in self._range for piece in self._pieces.get(layer, ())]
+        if not (sites := sites_of(storages)) or any(piece.role == "order" for piece in pieces):
+            return None  # an order of inputs is looked at when an operator is made, which is before any token
+        places: dict[str, Tensor] = {}
+        for layer, slot in zip(self._range, range(len(self._slots)), strict=True):
+            places |= self._views(layer, slot)
+        own = by_expert(pieces, sites)
+        return Arriving(self._checkpoint, sites, own, places, self._device, self._pool, self._threads, self._placed)
 
     def _staging(self, layer: int) -> int:
         return staging_bytes(self._checkpoint, self._storages[layer], self._pieces[layer], self._device, STAGING_BYTES)
@@ -308,57 +423,6 @@ class Turning(Generic[Built]):
         """What was built over layers that are gone goes with them."""
         for layer in [one for one in self._built if not self._stream.is_there(one)]:
             del self._built[layer]
-
-
-def views(slot_N: Tensor, storages: Iterable[Storage]) -> dict[str, Tensor]:
-    """Tensors for storages, one behind the other in a slot of bytes, aligned as in a pool."""
-    found, start = {}, 0
-    for storage in storages:
-        flat_N = slot_N[start : start + storage.nbytes]
-        found[storage.name] = flat_N.view(STORED_DTYPES[storage.dtype]).view(storage.shape)
-        start += aligned(storage.nbytes)
-    return found
-
-
-def staging_bytes(
-    checkpoint: Checkpoint, described: Sequence[Storage], pieces: Sequence[Piece], device: torch.device, most: int
-) -> int:
-    """Staging memory that reading these pieces takes, at most `most`; none for those read straight into place."""
-    nbytes = sum(aligned(storage.nbytes) for storage in described)
-    places = views(torch.empty(nbytes, dtype=torch.uint8, device="meta"), described)
-    return Filling(checkpoint, described, pieces, places, device).staging_bytes(most)
-
-
-def zero_padding(pieces: Iterable[Piece], described: Iterable[Storage], storages: Mapping[str, Tensor]) -> None:
-    """Zero what pieces do not fill: whatever was in the memory before is no padding."""
-    filled: dict[str, int] = {}
-    for piece in pieces:
-        filled[piece.storage] = filled.get(piece.storage, 0) + math.prod(piece.shape)
-    for storage in described:
-        if filled.get(storage.name, 0) < math.prod(storage.shape):
-            storages[storage.name].zero_()
-
-
-def without(pieces: RankPieces, leaves: Callable[[Storage], bool]) -> RankPieces:
-    """A rank's storages and pieces but for those that come and go."""
-    storages = tuple(storage for storage in pieces.storages if not leaves(storage))
-    names = {storage.name for storage in storages}
-    kept = tuple(piece for piece in pieces.pieces if piece.storage in names)
-    return msgspec.structs.replace(pieces, storages=storages, pieces=kept)
-
-
-def too_small(budget_bytes: int, least_bytes: int, what: str) -> Refused:
-    """The finding for a budget in which nothing can run."""
-    return Refused(
-        fatal(
-            "does-not-fit",
-            f"the budget for weights is too small for {what}",
-            expected=f"at least {least_bytes:,} bytes",
-            found=f"{budget_bytes:,} bytes",
-            next="raise --weights-budget to that, or divide the model over more ranks; of several ranks each has this "
-            "budget, and this is what the one that needs most needs",
-        )
-    )
 
 
 def _slots(layers: int, slot_bytes: int, budget_bytes: int | None, other_bytes: int, largest: Largest) -> int:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
-from firstlight.engine.weights.loading import expert_cache, residency
+from firstlight.engine.weights.loading import arriving, expert_cache, overlap, residency
 from firstlight.engine.weights.loading.hold import hold
+from firstlight.engine.weights.loading.overlap import Overlap
 from firstlight.engine.weights.loading.readers import Job, read_jobs
+from firstlight.engine.weights.sources.base import unread
 from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.kernels.registry import choose
 from tests.engine.direct import Arrays, Direct
@@ -130,6 +133,13 @@ def test_no_more_staging_is_counted_than_the_pieces_can_take(
     assert report.budget_bytes < report.whole_bytes
 
 
+@pytest.fixture
+def runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a source is slow."""
+    monkeypatch.setattr(Overlap, "judge", lambda *_: (True, "slow"))
+
+
+@pytest.mark.usefixtures("runs_meanwhile")
 def test_without_a_budget_layers_run_while_others_are_read(checkpoint: Get, held: Callable[..., Held]) -> None:
     path = checkpoint("llama")
     streamed = held(path, "streamed", None)
@@ -145,6 +155,7 @@ def test_without_a_budget_layers_run_while_others_are_read(checkpoint: Get, held
     assert again.hits >= 2 * whole.spec.num_layers
 
 
+@pytest.mark.usefixtures("runs_meanwhile")
 def test_a_layer_that_is_not_there_is_a_miss_and_its_wait_is_counted(
     checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +182,69 @@ def test_a_layer_that_is_not_there_is_a_miss_and_its_wait_is_counted(
     assert report.misses >= 1
     assert report.hits + report.misses == streamed.spec.num_layers
     assert report.waited_s > 0.02
+
+
+@pytest.mark.usefixtures("runs_meanwhile")
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_first_token_needs_no_expert_that_it_did_not_choose(
+    name: str, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads the rest comes after it; then all is there, and the numbers are those of resident weights."""
+    over, fill = threading.Event(), arriving.Arriving.fill
+
+    def late(experts: arriving.Arriving, *how: Any) -> None:
+        over.wait(PATIENCE_S)
+        fill(experts, *how)
+
+    monkeypatch.setattr(arriving.Arriving, "fill", late)
+    path = checkpoint(name)
+    streamed, whole = held(path, "streamed", None), Direct(path)
+    stream = streamed.weights.stream
+    token = {"input_ids": inputs()[0]["input_ids"][:1, :1]}
+    same(streamed.run(token), whole.run(token))
+    assert 0 < stream.arriving.chosen < len(stream.arriving._states)
+    assert stream.there_bytes() < stream.whole_bytes
+    over.set()
+    until(lambda: stream.arriving.is_whole)
+    stream.check()
+    assert stream.there_bytes() == stream.whole_bytes
+    read_bytes = stream.report().fetched_bytes
+    for one in inputs(2):
+        same(streamed.run(one), whole.run(one))
+    assert stream.report().fetched_bytes == read_bytes, "nothing is read twice"
+
+
+@pytest.mark.usefixtures("runs_meanwhile")
+def test_an_expert_that_cannot_be_read_is_said_to_whoever_chose_it(
+    checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: arriving.Arriving, *_: Any) -> None:
+        raise unread("model.safetensors", 0, 1, "the disk is gone")
+
+    monkeypatch.setattr(arriving.Arriving, "_read", broken)
+    with pytest.raises(Refused, match="the disk is gone"):
+        held(checkpoint("qwen3_moe"), "streamed", None).run(inputs()[0])
+
+
+@pytest.mark.parametrize(("busy", "runs"), [(0.1, True), (0.9, False)])
+def test_layers_run_while_others_are_read_where_reading_leaves_time_to(
+    busy: float, runs: bool, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, cores = Overlap(torch.device("cpu")), torch.get_num_threads()
+    clocks = SimpleNamespace(perf_counter=lambda: 7.0, process_time=lambda: 5.0 + 2.0 * busy * cores)
+    watching._started_s, watching._computed_s = 5.0, 5.0  # two seconds ago
+    with monkeypatch.context() as patched:
+        patched.setattr(overlap, "time", clocks)
+        found, why = watching.judge(1 << 30)
+    assert found is runs
+    assert ("ran while" in why) is runs
+    monkeypatch.setattr(Overlap, "judge", lambda *_: (found, why))
+    streamed = held(checkpoint("qwen3_moe"), "streamed", None)
+    report = streamed.weights.residency()
+    assert report.start == why
+    if not runs:
+        assert streamed.weights.stream.is_all_there
+        assert streamed.weights.stream.arriving.is_whole
 
 
 def test_layers_that_stay_are_read_once_and_are_spread(checkpoint: Get, held: Callable[..., Held]) -> None:
@@ -276,8 +350,8 @@ def test_one_rank_of_several_holds_its_own_experts(checkpoint: Get, held: Callab
     path = checkpoint("qwen3_moe")
     cached = held(path, "experts", None, Mesh(ep=2)).weights
     whole = rank_pieces(FAMILIES.describe(Checkpoint.open(path).config)[0], Mesh(ep=2), 0, "F32")
-    site = next(storage.name.rpartition("experts.")[0] for storage in whole.storages if expert_cache.is_expert(storage))
-    assert cached.experts.experts(site) == next(s.shape[0] for s in whole.storages if expert_cache.is_expert(s))
+    site = next(storage.name.rpartition("experts.")[0] for storage in whole.storages if arriving.is_expert(storage))
+    assert cached.experts.experts(site) == next(s.shape[0] for s in whole.storages if arriving.is_expert(s))
     ids = torch.tensor([[0, 99], [-1, 1]])
     seen: list[torch.Tensor] = []
 
