@@ -257,10 +257,10 @@ def _state(snapshot: Snapshot, tab: str) -> tuple[str, str, int, int]:
 
 def _how_to_begin(folder: str) -> str:
     place = shlex.quote(f"{folder}/first")
-    commands = f"firstlight up CKPT --run {place}\nfirstlight up CKPT --run {place} --detached"
+    commands = html.commands(*(f"firstlight up CKPT --run {place}{more}" for more in ("", " --detached")))
     said = "The whole ladder on a checkpoint; the second leaves its engine running, to be asked in Live."
     later = "Its run is shown here as soon as it begins."
-    return f"{html.nothing(said)}<pre>{html.said(commands)}</pre>{html.nothing(later)}"
+    return f"{html.nothing(said)}{commands}{html.nothing(later)}"
 
 
 def _kind(error: BaseException) -> str:

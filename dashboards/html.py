@@ -19,7 +19,7 @@ SHORT = 36  # characters that stay on one line
 LONG = 72  # and beyond so many a text is a paragraph, which must not become a tall column
 MOST_ROWS = 500
 MANY = 8  # columns, beyond which they stand closer
-ENDS = re.compile(r"([./_-])(?=\w)")
+ENDS = re.compile(r"([/_-]|\.(?!(?<=\d\.)\d))(?=\w)")  # where names may be broken, and numbers may not
 STATUSES = ("passed", "failed", "refused", "skipped", "differs")
 
 
@@ -28,6 +28,12 @@ class Link(NamedTuple):
 
     text: str
     query: str
+
+
+class Line(NamedTuple):
+    """A text that stays on one line where there is little room: it is read by moving the table."""
+
+    text: str
 
 
 def said(text: object) -> str:
@@ -54,6 +60,16 @@ def named(name: str, body: str) -> str:
 def nothing(text: str) -> str:
     """What stands where there is nothing to show, and how to get it."""
     return f'<p class="quiet">{said(text)}</p>'
+
+
+def commands(*lines: str) -> str:
+    """Commands to be copied; where a line is broken, an option stays whole."""
+    texts = (" ".join(_word(word) for word in line.split(" ")) for line in lines)
+    return f"<pre>{chr(10).join(texts)}</pre>"
+
+
+def _word(word: str) -> str:
+    return f'<span class="flag">{said(word)}</span>' if word.startswith("--") else said(word)
 
 
 def status(word: str) -> str:
@@ -101,10 +117,8 @@ def _names_of(found: Mapping[str, Metric]) -> dict[str, str]:
 
 
 def _measured(name: str, metric: Metric) -> str:
-    value, unit = metric.value, metric.unit
-    if unit in ("share", "x") and "share" in (unit, *name.split("_")) and isinstance(value, int | float):
-        return words.quantity(value, "share")
-    return amount(value, "" if words.heading(name).endswith(unit) else unit)
+    is_named = metric.unit != "share" and words.heading(name).endswith(metric.unit)
+    return amount(metric.value, "" if is_named else metric.unit)
 
 
 def amount(value: Any, unit: str = "") -> str:
@@ -141,7 +155,7 @@ def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
     name = words.heading(column.removesuffix("_bytes_per_s"))
     numbers = [float(value) for value in values if words.is_number(value)]
     kind = "n" if numbers else ""
-    texts = [value.text if isinstance(value, Link) else _in_words(column, value) for value in values]
+    texts = [value.text if isinstance(value, Link | Line) else _in_words(column, value) for value in values]
     if numbers and (scale := words.percent_scale(column)) is not None:
         number = _alike([scale * one for one in numbers])
         texts = [
@@ -187,6 +201,7 @@ def _cell(column: str, text: str, kind: str, value: Any) -> str:
     inner = status(text) if column == "status" and text in STATUSES else said(text)
     if kind.startswith("w"):
         inner = ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
+    kind = f"{kind} line" if isinstance(value, Line) else kind
     if isinstance(value, Link):
         inner = f'<a href="?{said(value.query)}">{inner}</a>'
     in_full = f"{value:,}" if isinstance(value, int) else repr(value)

@@ -26,14 +26,17 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as it was given, but for secrets."""
+    """The command as it was given, but for secrets; of a program of the user's own, or a notebook, that one."""
+    if "ipykernel" in sys.modules and not _is_command_line():
+        return "a notebook"
     words = list(sys.argv[1:])
     for index, word in enumerate(words):
         if word.startswith("--token="):
             words[index] = "--token=..."
         elif index and words[index - 1] == "--token":
             words[index] = "..."
-    return shlex.join(["firstlight", *words])
+    program = ["firstlight"] if _is_command_line() else ["python", *filter(None, sys.argv[:1])]
+    return shlex.join([*program, *words])
 
 
 @cache
@@ -130,5 +133,5 @@ def _torch() -> dict[str, Any]:
 
 
 def _is_command_line() -> bool:
-    name = Path(sys.argv[0]).name if sys.argv else ""
-    return name.startswith("firstlight") or name == "__main__.py"
+    program = Path(sys.argv[0] if sys.argv else "")
+    return program.name == "firstlight" or program.parts[-2:] == ("workbench", "__main__.py")

@@ -202,9 +202,9 @@ def _rest(snapshot: Snapshot) -> str:
     if snapshot.requests:
         rows_ = [
             {
-                "name": r.name,
+                "request": r.name,
                 "rung": r.rung,
-                "status": r.status,
+                "finish": r.status,
                 "tokens_in": r.prompt_tokens,
                 "tokens_out": r.completion_tokens,
                 "first_token_s": r.first_token_s,

@@ -67,7 +67,7 @@ class Runs:
                     if status != "passed"
                 )
                 or ("all passed" if record.rungs else "none yet"),
-                "command": record.command,
+                "command": html.Line(record.command),
             }
             for name, record in runs[:MOST]
         ]

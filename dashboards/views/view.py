@@ -123,7 +123,7 @@ def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
     if mesh is not None and mesh.size(HEADS) < mesh.tp:
         axes += ["--attention", "whole"]
     command = shlex.join(["firstlight", verb, checkpoint, *axes, "--run", place, *more])
-    return html.card(title, html.nothing(said) + f"<pre>{html.said(command)}</pre>")
+    return html.card(title, html.nothing(said) + html.commands(command))
 
 
 def card(title: str, *parts: Any) -> Any:

@@ -286,6 +286,7 @@ def test_html_names_no_colour_that_one_theme_hides() -> None:
         (1, "shards", "1 shard"),
         (2, "shards", "2 shards"),
         (1, "s", "1 s"),
+        (0.02259, "s", "22.59 ms"),
         (1.569e-05, "s", "15.69 us"),
         (0.6, "share", "60 %"),
         (0.00123456, "of scale", "0.001235 of scale"),

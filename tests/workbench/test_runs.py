@@ -1,6 +1,7 @@
 """A run directory is appended to, found again, and holds rungs to their order."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,23 @@ def test_a_new_run_has_a_name_of_time_and_model(tmp_path: Path) -> None:
         assert long.record.model == "n" * 250, "a folder's name is shorter"
     here = Path.cwd().name
     assert [name_of(path) for path in (".", "a/..", "/models/m/", "s3://bucket/m")] == [here, here, "m", "m"]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/venv/bin/firstlight", "firstlight up m --token ... --tp 2"),
+        ("/site/firstlight/workbench/__main__.py", "firstlight up m --token ... --tp 2"),
+        ("mine.py", "python mine.py up m --token ... --tp 2"),
+        ("", "python up m --token ... --tp 2"),
+    ],
+)
+def test_a_run_says_which_program_made_it(
+    tmp_path: Path, program: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "up", "m", "--token", "secret", "--tp", "2"])
+    with Run.at(tmp_path / "r", "m", "/x") as run:
+        assert run.record.command == said
 
 
 def test_reports_are_numbered_and_listed(tmp_path: Path) -> None:
