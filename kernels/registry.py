@@ -18,6 +18,7 @@ import torch
 
 from firstlight.kernels import operators, signatures
 from firstlight.kernels.native import build
+from firstlight.kernels.packed.kinds import FASTER
 from firstlight.kernels.registry_types import Implementation, Situation, Verdict
 
 
@@ -63,6 +64,14 @@ class Choice:
     def report(self) -> tuple[Row, ...]:
         """List every implementation of every operator: chosen or not, and the reason."""
         return self.rows
+
+    def packs_faster(self) -> frozenset[str]:
+        """Kinds of packed weights (`packed/kinds.py`) that the chosen product multiplies by faster than by plain ones.
+
+        Known from measurements, not measured now: whoever asks twice is told the same.
+        """
+        is_native = self.record().get("linear_packed") == "native"
+        return FASTER if is_native and build.has_bf16_dot() else frozenset()
 
     def record(self) -> dict[str, str]:
         """Name the chosen implementation of each operator; `choose(..., force=record)` makes the same choice again."""

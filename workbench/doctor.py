@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from firstlight.engine.parallel.kept import kept_roles
+from firstlight.engine.parallel.kept import usually
 from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.loader import TORCH_DTYPES
 from firstlight.kernels.registry import Row, choose
@@ -59,11 +59,11 @@ def doctor(
     draft.table("devices", _devices())
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         progress(f"choose operators for {device}")
-        roles, why = kept_roles("auto", device)
-        draft.metric(f"packed_{device}", ", ".join(sorted(roles)), "", f"of quantized weights: {why} (--packed)")
-        rows = choose(
-            device, TORCH_DTYPES[dtype], _shapes(checkpoint, device), interpret=settings.triton_interpret
-        ).rows
+        chosen = choose(device, TORCH_DTYPES[dtype], _shapes(checkpoint, device), interpret=settings.triton_interpret)
+        keep, rows = usually("auto", device, chosen.packs_faster()), chosen.rows
+        draft.metric(
+            f"packed_{device}", ", ".join(sorted(keep.roles)), "", f"of quantized weights: {keep.why} (--packed)"
+        )
         draft.table(f"operators_{device}_{dtype.lower()}", _chosen(rows))
         draft.table(f"not_possible_{device}_{dtype.lower()}", _not_possible(rows))
     if bandwidth:

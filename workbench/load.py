@@ -23,8 +23,7 @@ from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import SUFFIXES, Wish
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.parallel.pieces import RankPieces, rank_pieces, settled_roles
-from firstlight.engine.parallel.plan import room_here
+from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.fp8 import block_words
@@ -34,6 +33,7 @@ from firstlight.engine.weights.sources.local import LocalFiles, Method
 from firstlight.workbench import fallback_rungs
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.resident import kept_here
 from firstlight.workbench.side_files import absent_side_files
 from firstlight.workbench.source_limit import source_limit
 
@@ -62,7 +62,7 @@ def load(
     """Loads the weights of every rank of `mesh` and reports what came where.
 
     `reader`: how local files are read. `hashes`: also the SHA-256 of every parameter as it is in memory. `limit`: also
-    what the source gives at best. `packed`: whether quantized weights stay packed (`settled_roles`). Raises `Refused`
+    what the source gives at best. `packed`: whether quantized weights stay packed (`kept_here`). Raises `Refused`
     before the first byte when files are broken, the ledger has a gap or the mesh is impossible.
     """
     mesh, progress = mesh or Mesh(), progress or Progress()
@@ -84,12 +84,12 @@ def load(
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     _both_sides(draft, ledger)
     kind = "cpu" if _is_cpu(device) else _device(device).type
-    keep, why = settled_roles(spec, mesh, run_dtype, ledger, packed, kind, room_here(1))
+    keep = kept_here(spec, mesh, range(mesh.world_size), run_dtype, ledger, packed, kind)
     all_ranks = _AllRanks(mesh, hashes)
     for rank in range(mesh.world_size):
-        pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep)
+        pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep.roles, kinds=keep.kinds)
         _load_and_add(all_ranks, checkpoint, pieces, device, threads, progress)
-    all_ranks.tell(draft, ledger, run_dtype, why)
+    all_ranks.tell(draft, ledger, run_dtype, keep.why)
     all_ranks.tell_rates(draft, checkpoint, threads or checkpoint.source.shape.in_flight, limit)
     return draft.close()
 

@@ -21,7 +21,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.parallel.constraints import refuse_impossible
-from firstlight.engine.parallel.kept import Wish, kept_roles
+from firstlight.engine.parallel.kept import Wish
 from firstlight.engine.parallel.mesh import HEADS, Mesh
 from firstlight.engine.parallel.pieces import Piece, RankPieces, rank_pieces
 from firstlight.engine.room import available_bytes
@@ -31,6 +31,7 @@ from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
+from firstlight.workbench.resident import kept_here
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,8 @@ def one_rank(
     draft = Draft("load", f"{checkpoint.name}, rank {rank} of {mesh.world_size}, {mesh.describe()}")
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
     run_dtype = spec.dtype if dtype == "auto" else dtype
-    share = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=kept_roles(packed, "cpu")[0])
+    keep = kept_here(spec, mesh, (rank,), run_dtype, ledger, packed, "cpu")
+    share = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep.roles, kinds=keep.kinds)
     start, stop = layers or (share.layers[0], share.layers[0] + 1)
     _refuse_elsewhere(spec, share, start, stop)
     chosen = _only(share, start, stop)

@@ -9,15 +9,30 @@ from types import MappingProxyType
 from firstlight.engine.findings import Finding, note, warning
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.parallel.census import census_by
-from firstlight.engine.parallel.kept import Share, held_bytes, kept_roles, together, way_of
+from firstlight.engine.parallel.hardware import CPU
+from firstlight.engine.parallel.kept import (
+    Keep,
+    Room,
+    Share,
+    Wish,
+    held_bytes,
+    settled,
+    together,
+    usually,
+    wanted,
+    way_of,
+)
 from firstlight.engine.parallel.layouts import Layouts, fullest
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
+from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.placement import Expert, Local, localize
-from firstlight.engine.parallel.plan import Plan
+from firstlight.engine.parallel.plan import Plan, room_here
 from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.grid import Format, Packing
 from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import StoredFormat
+from firstlight.engine.weights.ledger import Ledger
+from firstlight.kernels.packed.kinds import expected_faster
 
 GPU = "cuda"
 NAMES: Mapping[str, str] = MappingProxyType({"expert": "experts", "attention": "attention", "mlp": "dense layers"})
@@ -26,13 +41,13 @@ NAMES: Mapping[str, str] = MappingProxyType({"expert": "experts", "attention": "
 class Resident:
     """Sizes in memory of a rank's weights: what `parallel.kept` keeps packed as it is stored, the rest in `dtype`.
 
-    `roles` of weights that may stay packed. What one rank of tp cannot keep is counted as unpacked on all; `why` says
-    by role what keeps weights from staying packed.
+    `keep` says what may stay packed. What one rank of tp cannot keep is counted as unpacked on all; `why` says by role
+    what keeps weights from staying packed.
     """
 
-    def __init__(self, stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]) -> None:
+    def __init__(self, stored: StoredFormat, spec: ModelSpec, mesh: Mesh, keep: Keep) -> None:
         self._stored, self._plain = stored, Plain(spec.dtype)
-        self._kept, self.why = _kept_homes(stored, spec, mesh, roles)
+        self._kept, self.why = _kept_homes(stored, spec, mesh, keep)
 
     def layer_key(self, layer: int) -> Hashable:
         return self._stored.layer_key(layer)
@@ -64,7 +79,7 @@ class Resident:
 
 
 def _kept_homes(
-    stored: StoredFormat, spec: ModelSpec, mesh: Mesh, roles: Collection[str]
+    stored: StoredFormat, spec: ModelSpec, mesh: Mesh, keep: Keep
 ) -> tuple[Mapping[str, tuple[str, Packing]], Mapping[str, tuple[str, ...]]]:
     """The homes of weights that every rank of tp keeps packed, with their role and how; by role, what hinders others.
 
@@ -76,8 +91,8 @@ def _kept_homes(
     params = [kind.param for kind in census_by(spec, stored.layer_key)]
     for index in range(mesh.tp):
         held = [(param, _local(param, mesh, index)) for param in params]
-        for homes in together(held, roles):
-            ways = {home: (group[0][0].role, _way(stored, group)) for home, group in homes.items()}
+        for homes in together(held, keep.roles):
+            ways = {home: (group[0][0].role, _way(stored, group, keep)) for home, group in homes.items()}
             found.update({home: (role, way) for home, (role, way) in ways.items() if isinstance(way, Packing)})
             if any(not isinstance(way, Packing) for _, way in ways.values()):
                 lost.update(ways)
@@ -96,7 +111,7 @@ def _local(param: Param, mesh: Mesh, index: int) -> Local:
     return local
 
 
-def _way(stored: StoredFormat, group: list[tuple[Param, Local]]) -> Packing | str:
+def _way(stored: StoredFormat, group: list[tuple[Param, Local]], keep: Keep) -> Packing | str:
     """How the parameters of a home stay packed, or what keeps them from it; empty: they are stored plain."""
     shares = []
     for param, local in group:
@@ -106,7 +121,7 @@ def _way(stored: StoredFormat, group: list[tuple[Param, Local]]) -> Packing | st
         dtypes = tuple(part.dtypes[0] for part in format_.parts)
         rows, columns = ((start, stop, 1) for start, stop in local.bounds)
         shares.append(Share(format_, dtypes, rows, columns, (param.shape[0], param.shape[1])))
-    way = way_of([tuple(shares)])
+    way = wanted(way_of([tuple(shares)]), group[0][0], keep.kinds)
     unlike = isinstance(way, str) and shares[0].format.hindrance(shares[0].dtypes[0])
     return f"{shares[0].format.describe()}: {way}" if unlike else way
 
@@ -115,7 +130,9 @@ def resident_finding(
     spec: ModelSpec, stored: StoredFormat, found: Plan, cache_dtype: str, full_window: bool
 ) -> tuple[int, Finding]:
     """Bytes of weights on the rank that has most of a plan once they are loaded, and what that means for it."""
-    held = Resident(stored, spec, found.mesh, kept_roles("auto", GPU)[0])
+    is_cpu = found.cluster.device.name == CPU
+    keep = usually("auto", "cpu" if is_cpu else GPU, expected_faster(spec.dtype) if is_cpu else ())
+    held = Resident(stored, spec, found.mesh, keep)
     element_bytes = DTYPE_BITS[cache_dtype] // 8
     layouts = Layouts(
         spec, held, found.cluster, found.usable_bytes, found.context, element_bytes, full_window, found.mesh.attention
@@ -134,6 +151,26 @@ def resident_finding(
         found=f"{heaviest:,} bytes as loaded",
         next="nothing to do" if fits else "use more devices, or an engine that computes with packed weights",
     )
+
+
+def kept_here(
+    spec: ModelSpec, mesh: Mesh, ranks: Collection[int], dtype: str, ledger: Ledger, wish: Wish, device_type: str
+) -> Keep:
+    """What an engine would keep packed whose ranks, each on a machine like this one, are these."""
+    import torch
+
+    from firstlight.engine.weights.loader import TORCH_DTYPES
+    from firstlight.kernels.registry import choose
+
+    faster: Collection[str] = ()
+    if wish == "auto" and device_type == "cpu":
+        faster = choose(torch.device("cpu"), TORCH_DTYPES[dtype]).packs_faster()
+
+    def nbytes_of(keep: Keep) -> int:
+        every = (rank_pieces(spec, mesh, rank, dtype, ledger, keep.roles, keep.kinds) for rank in ranks)
+        return max(pieces.nbytes for pieces in every)
+
+    return settled(wish, device_type, faster, nbytes_of, Room(room_here(1)))
 
 
 def _words(roles: Collection[str]) -> str:

@@ -8,7 +8,7 @@ blocks are made smaller. Everything else that is stored packed is unpacked while
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from firstlight.engine.parallel.placement import Local
 from firstlight.engine.weights.files.header import DTYPE_BITS
 from firstlight.engine.weights.formats.grid import WHOLE, Format, Packed, Packing, blocks
 from firstlight.engine.weights.source import Region, Source
-from firstlight.kernels.packed.kinds import CODE_BITS
+from firstlight.kernels.packed.kinds import CODE_BITS, KINDS, kind_of
 
 SCALE = "_scale"  # what the names of scales end with, behind that of the weight
 # How the names of what a weight is held as end, by role (`Packing.roles`).
@@ -78,26 +78,100 @@ class Share(NamedTuple):
         return -(-(self.rows[1] - self.rows[0]) // self.rows[2])
 
 
-def kept_roles(wish: Wish, device_type: str) -> tuple[frozenset[str], str]:
-    """The roles of weights that stay packed where they can, and why these.
+class Keep(msgspec.Struct, frozen=True):
+    """What stays packed where an operator multiplies by it, and `why`.
 
-    On CPUs a linear layer reads numbers faster than it unpacks codes, every step anew; of experts only those that
-    tokens chose are unpacked.
+    `roles` of weights; linear layers in these `kinds` of codes alone (`kernels/packed/kinds.py`), where there are any.
+    """
+
+    roles: frozenset[str]
+    why: str
+    kinds: frozenset[str] | None = None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left that could stay packed and does not."""
+        return self.roles == ROLES and self.kinds is None
+
+
+def usually(wish: Wish, device_type: str, faster: Collection[str] = ()) -> Keep:
+    """What stays packed while there is room for the rest unpacked.
+
+    `faster`: kinds of codes that this device's linear layers multiply by faster than by plain numbers, as all ranks
+    have agreed. Of experts only those that tokens chose are unpacked, so that they stay packed in any case.
     """
     if wish == "never":
-        return frozenset(), "everything is unpacked when it is read, as asked for"
+        return Keep(frozenset(), "everything is unpacked when it is read, as asked for")
     if wish == "always":
-        return ROLES, "whatever an operator can multiply by stays packed, as asked for"
-    if device_type == "cpu":
-        return frozenset(("expert",)), "experts stay packed; linear layers are unpacked, which CPUs multiply by faster"
-    return ROLES, "whatever an operator can multiply by stays packed"
+        return Keep(ROLES, "whatever an operator can multiply by stays packed, as asked for")
+    if device_type != "cpu":
+        return Keep(ROLES, "whatever an operator can multiply by stays packed")
+    if not faster:
+        why = "experts stay packed; linear layers are unpacked, which this CPU multiplies by faster"
+        return Keep(frozenset(("expert",)), why)
+    kinds = frozenset(faster)
+    why = (
+        f"experts stay packed, and linear layers in {_listed(kinds)}, which this CPU multiplies by faster than by "
+        "plain numbers; linear layers in other codes are unpacked"
+    )
+    return Keep(ROLES, why, kinds)
+
+
+def _listed(kinds: Collection[str]) -> str:
+    return ", ".join(kind for kind in KINDS if kind in kinds)
+
+
+class Room(NamedTuple):
+    """Bytes that a rank may take for weights; `is_budget`: as asked for, not as the machine has."""
+
+    nbytes: int
+    is_budget: bool = False
+
+
+Everyone = Callable[[tuple[int, ...]], Sequence[Sequence[int]]]  # numbers of this rank -> those of all, in their order
+
+
+def by_itself(numbers: tuple[int, ...]) -> Sequence[Sequence[int]]:
+    """The numbers of one rank: its own."""
+    return (numbers,)
+
+
+def settled(
+    wish: Wish,
+    device_type: str,
+    faster: Collection[str],
+    nbytes_of: Callable[[Keep], int],
+    room: Room,
+    everyone: Everyone = by_itself,
+) -> Keep:
+    """What stays packed on every rank, one decision of all of them: each gives its own figures to `everyone`.
+
+    Kinds that are faster are those that are on all ranks. What CPUs would rather have unpacked stays packed as well
+    where the weights of any rank, `nbytes_of` what is kept, would take more than its own `room`.
+    """
+    own = sum(1 << index for index, kind in enumerate(KINDS) if kind in faster)
+    masks = [mask for (mask,) in everyone((own,))]
+    keep = usually(wish, device_type, [kind for i, kind in enumerate(KINDS) if all(mask >> i & 1 for mask in masks)])
+    if wish != "auto" or keep.is_all:
+        return keep
+    for rank, (nbytes, room_bytes, is_budget) in enumerate(everyone((nbytes_of(keep), *room))):
+        if nbytes > room_bytes:
+            limit = "the budget for weights (--weights-budget) is" if is_budget else "there is room for"
+            whose = f"rank {rank}'s weights would take" if len(masks) > 1 else "the weights of a rank would take"
+            why = "whatever an operator can multiply by stays packed: with linear layers unpacked"
+            return Keep(ROLES, f"{why} {whose} {nbytes:,} bytes, and {limit} {room_bytes:,}")
+    return keep
 
 
 def kept_packed(
-    held: Sequence[tuple[Param, Local]], sources: Iterable[Source], roles: Collection[str]
+    held: Sequence[tuple[Param, Local]],
+    sources: Iterable[Source],
+    roles: Collection[str],
+    kinds: Collection[str] | None = None,
 ) -> tuple[dict[str, tuple[Kept, ...]], dict[str, str]]:
     """By name of the parameters that stay packed, codes and what stands beside them, which take their place; of others
-    of these roles, what keeps them from it. `sources`: where each parameter comes from.
+    of these roles, what keeps them from it. `sources`: where each parameter comes from. `kinds`: of codes that linear
+    layers stay packed in; None: all.
 
     Parameters that share an allocation, and all experts of a layer, are kept together or not at all: one operator
     multiplies by all of them.
@@ -106,7 +180,7 @@ def kept_packed(
     found: dict[str, tuple[Kept, ...]] = {}
     hindered: dict[str, str] = {}
     for homes in together(held, roles):
-        ways = {home: _way(group, source_of) for home, group in homes.items()}
+        ways = {home: wanted(_way(group, source_of), group[0][0], kinds) for home, group in homes.items()}
         first = next((way for way in ways.values() if isinstance(way, str)), "")
         for home, param, local in ((home, *one) for home, group in homes.items() for one in group):
             way = ways[home]
@@ -117,6 +191,14 @@ def kept_packed(
             else:
                 found[param.name] = tuple(_parts(param, local, source_of[param.name], way))
     return found, hindered
+
+
+def wanted(way: Packing | str, param: Param, kinds: Collection[str] | None) -> Packing | str:
+    """How a weight stays packed, unless plain numbers are multiplied by faster than its kind of codes."""
+    if isinstance(way, str) or kinds is None or param.role == "expert":
+        return way
+    kind = kind_of(way.code, way.block[1], way.ordered)
+    return way if kind in kinds else f"{kind}: plain numbers are multiplied by faster here"
 
 
 def why_of_role(param: Param, roles: Collection[str]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from firstlight.engine.model.spec import FIRST_STAGE, LAST_STAGE, ModelSpec, Param
 from firstlight.engine.parallel.census import census
-from firstlight.engine.parallel.kept import ROLES, Kept, Wish, kept_packed, kept_roles, why_of_role
+from firstlight.engine.parallel.kept import Kept, kept_packed, why_of_role
 from firstlight.engine.parallel.mesh import Coordinates, Mesh
 from firstlight.engine.parallel.placement import Expert, Local, localize
 from firstlight.engine.weights.files.header import DTYPE_BITS
@@ -147,11 +147,18 @@ def on_stage(param: Param, cut: tuple[int, int], num_layers: int) -> bool:
 
 
 def rank_pieces(
-    spec: ModelSpec, mesh: Mesh, rank: int, dtype: str, ledger: Ledger | None = None, keep_packed: Collection[str] = ()
+    spec: ModelSpec,
+    mesh: Mesh,
+    rank: int,
+    dtype: str,
+    ledger: Ledger | None = None,
+    keep_packed: Collection[str] = (),
+    kinds: Collection[str] | None = None,
 ) -> RankPieces:
     """What `rank` holds in `dtype` and, with a ledger, what it reads. A tied head shares the embedding if both are.
 
-    `keep_packed`: roles of weights that stay as they are stored where an operator multiplies by them so (see `kept`).
+    `keep_packed`: roles of weights that stay as they are stored where an operator multiplies by them so (see `kept`),
+    linear layers in these `kinds` of codes alone.
     """
     at = mesh.coordinates(rank)
     cut = stages(spec, mesh.pp)[at.pp]
@@ -159,7 +166,7 @@ def rank_pieces(
     held = [one for one in _held(spec, mesh, at, cut) if one[0].name != "head.weight" or not tied or cut[0] != 0]
     filled = held if ledger is not None else []
     sources = ledger.sources_of([param.name for param, _ in filled]) if ledger is not None else []
-    kept, hindered = kept_packed(filled, sources, keep_packed) if keep_packed else ({}, {})
+    kept, hindered = kept_packed(filled, sources, keep_packed, kinds) if keep_packed else ({}, {})
     laid_out = [one for param, local in held for one in _as_kept(kept.get(param.name), param, local)]
     storages, offsets = _storages(laid_out, dtype)
     pieces: list[Piece] = []
@@ -183,26 +190,6 @@ def rank_pieces(
         dtype=dtype,
         packings={one.param.home: one.packing for parts in kept.values() for one in parts if one.role == "codes"},
         unpacked=unpacked,
-    )
-
-
-def settled_roles(
-    spec: ModelSpec, mesh: Mesh, dtype: str, ledger: Ledger, wish: Wish, device_type: str, room_bytes: int
-) -> tuple[frozenset[str], str]:
-    """The roles of weights that stay packed where they can, and why these: `kept_roles`, unless rank 0 has no room.
-
-    What CPUs would rather have unpacked stays packed as well where the weights would take more than `room_bytes`. All
-    ranks ask about rank 0, so that they agree.
-    """
-    roles, why = kept_roles(wish, device_type)
-    if wish != "auto" or roles == ROLES:
-        return roles, why
-    nbytes = rank_pieces(spec, mesh, 0, dtype, ledger, keep_packed=roles).nbytes
-    if nbytes <= room_bytes:
-        return roles, why
-    return ROLES, (
-        "whatever an operator can multiply by stays packed: with linear layers unpacked a rank's weights would take "
-        f"{nbytes:,} bytes, and there is room for {room_bytes:,}"
     )
 
 

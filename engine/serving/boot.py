@@ -149,8 +149,7 @@ def _kept(
         room = Room(1 << 62)
 
     def nbytes_of(keep: Keep) -> int:
-        kept = {"keep_packed": keep.roles, "kinds": keep.kinds}
-        return rank_pieces(spec, options.mesh, rank, dtype, ledger, **kept).nbytes
+        return rank_pieces(spec, options.mesh, rank, dtype, ledger, keep.roles, keep.kinds).nbytes
 
     return settled(options.packed, device.type, faster, nbytes_of, room, partial(_of_all, comms))
 

@@ -28,7 +28,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pages of the cache per replica. `operators` forces implementations by operator. `threads`: CPU threads of all local
     ranks together. `residency`: all weights in memory, layers that are `streamed` through `weights_budget` bytes a rank
     (without one: read while the first pass runs), or `experts` that are read when tokens choose them. `packed`: whether
-    quantized weights stay packed where an operator multiplies by them so: auto (`settled_roles`), always or never.
+    quantized weights stay packed where an operator multiplies by them so: auto (`settled`), always or never.
     `fallback` names who provides models of architectures that no family knows (`module:function`), which run the
     checkpoint's own code only with `trust_remote_code`. `expert_exchange`: how tokens meet experts of other ranks
     (`engine/parallel/rows.py`): auto, reduce or all-to-all. `hosts`: nodes of a Ray cluster that ranks are placed on,

@@ -9,7 +9,7 @@ import pytest
 
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.hardware import Cluster, Device
-from firstlight.engine.parallel.kept import kept_roles
+from firstlight.engine.parallel.kept import usually
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.plan import make_plan
@@ -34,8 +34,10 @@ def test_bytes_are_those_that_ranks_hold(name: str, mesh: Mesh, tmp_path: Path) 
     spec, matcher = FAMILIES.describe(config)
     stored = stored_format(config, spec.dtype, matcher.rules)
     found = make_plan(spec, stored, cluster(4, 1 << 30), mesh)
-    keep, _ = kept_roles("auto", "cuda")
-    ranks = [rank_pieces(spec, mesh, r, spec.dtype, ledger, keep_packed=keep).nbytes for r in range(mesh.world_size)]
+    keep = usually("auto", "cuda")
+    ranks = [
+        rank_pieces(spec, mesh, r, spec.dtype, ledger, keep_packed=keep.roles).nbytes for r in range(mesh.world_size)
+    ]
     loaded, finding = resident_finding(spec, stored, found, "BF16", full_window=False)
     assert loaded == max(ranks)
     assert "experts, attention, dense layers stay packed" in finding.message

@@ -131,15 +131,19 @@ def engine(parser: argparse.ArgumentParser) -> None:
         help="all weights in memory; layers that follow one another, read ahead; experts read when tokens choose them",
     )
     group.add_argument(
-        "--weights-budget", type=nbytes, metavar="BYTES", help="memory of a rank for weights that come and go, as 8GiB"
+        "--weights-budget",
+        type=nbytes,
+        metavar="BYTES",
+        help="memory of a rank for weights, as 8GiB: for those that come and go or, where all are resident, a limit "
+        "for which quantized ones stay packed (--packed auto), and beyond which the start is refused",
     )
     expert_exchange(group)
     group.add_argument(
         "--packed",
         choices=("auto", "always", "never"),
         default="auto",
-        help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts alone, "
-        "unless there is no room for the rest unpacked",
+        help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts, and linear "
+        "layers in codes that are multiplied by faster than plain numbers, or all where the rest has no room unpacked",
     )
     group.add_argument(
         "--hosts",

@@ -13,9 +13,9 @@ import torch
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.layers.access import packed_matrix
-from firstlight.engine.parallel.kept import SCALE, UNWANTED, Share, Wish, kept_roles, way_of
+from firstlight.engine.parallel.kept import ROLES, SCALE, UNWANTED, Keep, Room, Share, Wish, settled, usually, way_of
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.parallel.pieces import rank_pieces, settled_roles
+from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -25,6 +25,7 @@ from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import load as load_rank
 from firstlight.engine.weights.loading import placing
 from firstlight.kernels.packed import codes, reference
+from firstlight.kernels.packed.kinds import KINDS
 from firstlight.workbench.load import load
 from firstlight.workbench.verify import verify
 from tests.checkpoints import inputs
@@ -34,7 +35,7 @@ from tests.engine.weights.test_formats_load import written
 from tests.workbench.test_verify_formats import made
 
 Get = Callable[[str], Path]
-EVERY, _ = kept_roles("always", "cpu")
+EVERY = ROLES
 FP8 = {"quant_method": "fp8", "weight_block_size": [8, 16]}
 INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
 FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -190,16 +191,49 @@ def test_what_cpus_would_unpack_stays_packed_where_there_is_no_room(checkpoint: 
     opened = Checkpoint.open(tmp_path / "packed")
     spec, matcher = FAMILIES.describe(opened.config)
     ledger = account(opened, spec, matcher)
-    usual, _ = kept_roles("auto", "cpu")
-    nbytes = rank_pieces(spec, Mesh(tp=2), 0, "BF16", ledger, keep_packed=usual).nbytes
+    mesh, usual = Mesh(tp=2), usually("auto", "cpu")
 
-    def settled(room_bytes: int, wish: Wish = "auto") -> tuple[frozenset[str], str]:
-        return settled_roles(spec, Mesh(tp=2), "BF16", ledger, wish, "cpu", room_bytes)
+    def nbytes_of(keep: Keep) -> int:
+        return rank_pieces(spec, mesh, 0, "BF16", ledger, keep.roles, keep.kinds).nbytes
 
-    assert settled(nbytes)[0] == usual
-    assert settled(nbytes - 1)[0] == EVERY
-    assert f"{nbytes:,} bytes" in settled(nbytes - 1)[1]
-    assert settled(1, "never")[0] == frozenset()
+    def kept(room: Room, wish: Wish = "auto") -> Keep:
+        return settled(wish, "cpu", (), nbytes_of, room)
+
+    nbytes = nbytes_of(usual)
+    assert kept(Room(nbytes)) == usual
+    assert kept(Room(nbytes - 1)).is_all
+    assert f"{nbytes:,} bytes, and there is room for" in kept(Room(nbytes - 1)).why
+    assert "--weights-budget" in kept(Room(nbytes - 1, is_budget=True)).why
+    assert kept(Room(1), "never").roles == frozenset()
+    faster = settled("auto", "cpu", ("int4 in small groups",), nbytes_of, Room(nbytes))
+    assert "linear layers in int4 in small groups, which" in faster.why
+    assert nbytes_of(faster) < nbytes
+    other = settled("auto", "cpu", ("int4",), nbytes_of, Room(nbytes))
+    pieces = rank_pieces(spec, mesh, 0, "BF16", ledger, other.roles, other.kinds)
+    assert pieces.nbytes == nbytes
+    assert "int4 in small groups: plain numbers are multiplied by faster here" in pieces.unpacked.values()
+
+
+def test_all_ranks_keep_the_same_however_their_hosts_differ() -> None:
+    """A kind that is faster stays packed where it is so on all; room that one of them lacks counts for all."""
+    known = [("int4", "int8"), ("int4",), ("int4", "e2m1")]
+    rooms, sizes = [Room(100), Room(100), Room(60)], (90, 90, 60)
+
+    def everyone(mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if len(mine) == 1:
+            return [(sum(1 << KINDS.index(kind) for kind in kinds),) for kinds in known]
+        return [(size, *room) for size, room in zip(sizes, rooms, strict=True)]
+
+    def found() -> set[Keep]:
+        each = zip(known, sizes, rooms, strict=True)
+        return {settled("auto", "cpu", kinds, lambda _, n=size: n, room, everyone) for kinds, size, room in each}
+
+    (agreed,) = found()
+    assert agreed.kinds == {"int4"}
+    rooms[2] = Room(59)
+    (agreed,) = found()
+    assert agreed.is_all
+    assert "rank 2's weights would take 60 bytes, and there is room for 59" in agreed.why
 
 
 def test_a_budget_that_only_packed_weights_keep_to_is_kept_to(checkpoint: Get, tmp_path: Path) -> None:
