@@ -132,7 +132,7 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         raise Refused(
             fatal(
                 "usage",
-                f"the environment variable {name} is no number",
+                f"the environment variable {name} is not a number",
                 expected="an integer",
                 found=text,
                 next=f"correct {name}, or unset it",

@@ -58,7 +58,7 @@ def unmet(generation: Mapping[str, Any]) -> Iterator[Finding]:
     if asked:
         yield warning(
             "generation-default",
-            f"{side_files.GENERATION_CONFIG} asks for {', '.join(asked)}, which is not done here",
+            f"{side_files.GENERATION_CONFIG} asks for {', '.join(asked)}, which is not supported here",
             file=side_files.GENERATION_CONFIG,
             expected="the model's own distribution",
             found=", ".join(asked),
@@ -72,7 +72,7 @@ def unmet(generation: Mapping[str, Any]) -> Iterator[Finding]:
         absent = ", ".join(key for key in wanted if not SAMPLING[key][1])
         yield note(
             "generation-default",
-            f"the vendor samples with {values} unless told otherwise; answers here do only if a request says so",
+            f"the vendor samples with {values} by default; here requests must ask for it",
             file=side_files.GENERATION_CONFIG,
             expected="values that requests give",
             found=values,

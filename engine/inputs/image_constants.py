@@ -190,7 +190,7 @@ def _class(directory: Path, path: Path, config: Mapping[str, Any]) -> tuple[str,
 def _defaulted(path: Path, key: str, value: Any, class_name: str) -> Finding:
     return warning(
         "class-default",
-        f"{key} is not in the file; {value} is the default of {class_name}, as transformers takes it",
+        f"{key} is not in the file; {value} is used, the default of {class_name} in transformers",
         file=str(path),
         expected=key,
         found="no such key",
@@ -218,7 +218,7 @@ def _check_needed(path: Path, values: Mapping[str, Any]) -> None:
                 raise Refused(
                     fatal(
                         "missing-side-file",
-                        f"{step} is on but {key} is in no file, and is not guessed",
+                        f"{step} is on but {key} is in no file; it is not guessed",
                         file=str(path),
                         expected=key,
                         found="no such key",

@@ -139,7 +139,7 @@ def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, l
         begun = next((form for start, form in BEGINNINGS.items() if data.startswith(start)), None)
         _refuse(
             name,
-            f"a {begun} that breaks off or is broken before its size" if begun else "not a picture that can be decoded",
+            f"a {begun} that is truncated or corrupt before its size" if begun else "not a picture that can be decoded",
             expected=f"one of {', '.join(limits.formats)}",
             found=_describe(data),
             next="fetch or save the picture again" if begun else "convert it to PNG or JPEG",
@@ -163,7 +163,7 @@ def _open(data: bytes, name: str, limits: PictureLimits) -> tuple[Image.Image, l
             name,
             f"{image.format} data is broken: {error}",
             expected=f"{width} x {height} pixels, as the header says",
-            found=f"data that ends or breaks off ({len(data)} bytes)",
+            found=f"truncated or corrupt data ({len(data)} bytes)",
             next="fetch or save the picture again",
         )
     notes = ["16 bits a channel in the file: the upper 8 are used"] if is_wide else []

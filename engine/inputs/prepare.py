@@ -240,7 +240,7 @@ class Processor:
     def _unknown_class(self) -> Finding:
         return warning(
             "unsupported-block",
-            f"processor {self.class_name} is not known: the text went through the tokenizer alone",
+            f"processor {self.class_name} is not known: the text was only tokenized",
             file=str(self._class_file),
             next="nothing for text; for pictures, add the class to engine/inputs/expansions.py",
         )
@@ -287,7 +287,7 @@ class Processor:
                 raise Refused(
                     fatal(
                         "bad-image",
-                        "no token would stand for the picture",
+                        "the picture would get no tokens",
                         file=picture.record.source,
                         expected="at least one placeholder token",
                         found=f"{count} for {picture.image.size[0]} x {picture.image.size[1]} pixels",
@@ -300,9 +300,7 @@ class Processor:
         if constants["do_convert_rgb"] or all(picture.record.mode == "RGB" for picture in pictures):
             return []
         return [
-            note(
-                "class-default", "do_convert_rgb is off; pictures are brought to RGB all the same", file=constants.file
-            )
+            note("class-default", "do_convert_rgb is off; pictures are converted to RGB anyway", file=constants.file)
         ]
 
     def _spans(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[tuple[Span, ...], ...]:

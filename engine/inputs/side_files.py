@@ -40,7 +40,7 @@ def read_bytes(path: Path) -> bytes:
             raise Refused(
                 fatal(
                     "side-file-invalid",
-                    f"{path.name} is too large to be what its name says",
+                    f"{path.name} is too large for such a file",
                     file=str(path),
                     expected=f"at most {SIDE_FILE_LIMIT_BYTES} bytes",
                     found=f"{size} bytes",

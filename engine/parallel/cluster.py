@@ -52,7 +52,7 @@ def launched() -> Place | None:
         raise Refused(
             fatal(
                 "usage",
-                "the launcher gave this process a rank that its world does not have",
+                "the launcher gave this process a rank outside its world",
                 expected=f"RANK 0 to {launch.world_size - 1}",
                 found=f"RANK={launch.rank}, WORLD_SIZE={launch.world_size}",
                 next="correct the launcher's environment",
@@ -277,7 +277,7 @@ def _ray() -> Any:
         raise Refused(
             fatal(
                 "not-available",
-                "no Ray cluster runs that this host belongs to",
+                "this host belongs to no running Ray cluster",
                 expected="ray start --head on one host, and ray start --address HOST:6379 on the others",
                 found=" ".join(str(error).split())[:200],
                 next="start one, or start the ranks with torchrun",

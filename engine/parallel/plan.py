@@ -294,7 +294,7 @@ def _cut_blocks(layouts: Layouts, mesh: Mesh) -> Iterator[Finding]:
         yield note(
             "cut-block",
             f"tp {mesh.tp} divides inputs of {', '.join(_kinds(every))} whose groups are listed one by one (g_idx); "
-            "every rank keeps all scales of its rows, and they are counted so",
+            "every rank keeps all scales of its rows, and the plan counts them",
             found=f"scales that are not divided, of {len(_kinds(every))} kinds of parameters",
             next="nothing: all scales are needed everywhere",
         )
@@ -304,7 +304,7 @@ def _cut_blocks(layouts: Layouts, mesh: Mesh) -> Iterator[Finding]:
         yield note(
             "cut-block",
             f"tp {mesh.tp} cuts through quantization blocks of {', '.join(names)}; the scale of a cut block is kept on "
-            "both ranks, and counted so",
+            "both ranks, and counted on both",
             expected="shards of whole blocks",
             found=f"shards that end inside a block, of {len(names)} kinds of parameters",
             next=f"nothing, or --tp {whole}, the largest that cuts between blocks",

@@ -171,7 +171,7 @@ def stacked(constants: ImageConstants, arrays: Sequence[NDArray[Any]]) -> NDArra
         raise Refused(
             fatal(
                 "bad-image",
-                "the pictures do not come to one size, as the model needs",
+                "the pictures have different sizes after resizing, and the model needs one size",
                 file=constants.file,
                 expected="one size for all pictures of a request",
                 found=", ".join(f"{shape[-1]} x {shape[-2]}" for shape in sorted(shapes)),

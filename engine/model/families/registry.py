@@ -154,7 +154,7 @@ class Families(Mapping[str, Family]):
             raise Refused(
                 fatal(
                     "unknown-architecture",
-                    f"no family answers to model_type {model_type!r} (architectures: {config.get('architectures')})",
+                    f"no family supports model_type {model_type!r} (architectures: {config.get('architectures')})",
                     file="config.json",
                     expected=", ".join(sorted(self)),
                     found=str(model_type),
