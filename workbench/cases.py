@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.workbench.compare import Deviation
+from firstlight.workbench.compare import Deviation, deviation, own_part
 from firstlight.workbench.golden import Golden
 
 NOISE_FACTOR = 16  # how many times the reference's own noise still passes in float32
-NARROW_NOISE_FACTOR = 4  # ... and in dtypes whose noise is large
-LEAST_LIMIT = 1e-4  # a measured floor does not narrow the limit below this
+NARROW_NOISE_FACTOR = 3  # ... and in dtypes whose noise is large
+ROUTED_NOISE_FACTOR = 4  # ... where a router or an indexer that is near a tie hands a rounding on
+LEAST_LIMIT = 2.0**-16  # a measured floor does not narrow the limit below this: 128 steps of float32
+ANSWER = 8  # tokens of each row that are served, to be held against the same tokens in one piece
+SURE = 3.0  # standard deviations: what the number of chance events may differ by between two runs
 OUTLIER_SHARE = 0.02  # of the tokens may lie outside in narrow dtypes, besides twice those of the reference itself
 ROUTED_SHARE = 0.08  # ... for each router, where the reference's own share is not known
 CARRIED_SHARE = 0.04  # ... for each layer with a state, which carries a rounding on to all tokens behind it
@@ -30,9 +33,10 @@ class Case:
     In float32 the worst token decides. In a narrower dtype rounding moves near-ties of routers, for the reference as
     well, and a token with another expert is far off: there the bulk of the tokens decides, and the share of those
     outside `limit` is held against that of the reference itself.
-    `floor` and `forced_floor`: the reference's deviation from itself by name. `layers` [first, last) limits the
-    comparison. `eos_ids` end a generated row: what stands behind them is padding. `forced_ids` are put last whatever
-    is likeliest. `decodes`: whether the engine's context holds the generated tokens.
+    `floor` and `forced_floor`: the reference's deviation from itself by name; `least`: what a floor does not narrow the
+    limit below. `layers` [first, last) limits the comparison. `eos_ids` end a generated row: what stands behind them is
+    padding. `forced_ids` are put last whatever is likeliest. `decodes`: whether the engine's context holds the
+    generated tokens; `served`: for how many tokens of an answer it has room.
     """
 
     golden: Golden
@@ -43,6 +47,8 @@ class Case:
     eos_ids: frozenset[int] = frozenset()
     forced_ids: frozenset[int] = frozenset()
     decodes: bool = True
+    served: int = 0
+    least: float = LEAST_LIMIT
     layers: tuple[int, int] | None = None
     floor: Mapping[str, Deviation] = field(default_factory=dict)
     forced_floor: Mapping[str, Deviation] = field(default_factory=dict)
@@ -84,21 +90,38 @@ class Case:
         if floor is None:
             return self.limit
         if self.is_narrow:
-            return max(NARROW_NOISE_FACTOR * floor, LEAST_LIMIT)
-        return min(max(NOISE_FACTOR * floor, LEAST_LIMIT), self.limit)
+            factor = ROUTED_NOISE_FACTOR if chooses(self.spec) else NARROW_NOISE_FACTOR
+            return max(factor * floor, self.least)
+        return min(max(NOISE_FACTOR * floor, self.least), self.limit)
 
     def outliers_allowed(self, name: str, count: int, forced: bool = False) -> int:
         """How many of `count` tokens may deviate by more than `limit`."""
         if not self.is_narrow:
             return 0
         floor = (self.forced_floor if forced else self.floor).get(name)
-        if floor is not None:
-            return 2 * int(self.outside(floor).sum()) + math.ceil(OUTLIER_SHARE * count)
+        if floor is not None:  # as many again by chance: both numbers are counts of independent events
+            theirs = int(self.outside(floor).sum()) * count / len(floor.relative_R)
+            return math.ceil(2 * theirs + SURE * math.sqrt(2 * theirs) + OUTLIER_SHARE * count)
         routers = sum(layer.experts is not None for layer in self.spec.layers)
         carried = sum(bool(layer.cache().states) for layer in self.spec.layers)
         share = ROUTED_SHARE * routers + CARRIED_SHARE * carried
         share = max(OUTLIER_SHARE, min(share, MOST_ROUTED_SHARE))
         return math.ceil(share * count)
+
+    def apart(self, name: str, ours: NDArray[Any], forced: bool = False) -> Deviation:
+        """How far `ours` [batch, tokens, width] is from the reference's output of this name, at real tokens.
+
+        `forced`: what a layer made of the reference's own input, in float32 by what it added to that; the last one's
+        is behind the final norm, and taken whole.
+        """
+        golden, mask = self.golden, self.golden.mask
+        theirs = golden.outputs[name]
+        index = int(name[7:]) if name.startswith("hidden.") else 0
+        entered = golden.hidden.get(index - 1)
+        adds = forced and not self.is_narrow and 0 < index < self.spec.num_layers
+        if adds and entered is not None and entered.shape == theirs.shape:
+            return own_part(ours[mask], theirs[mask], entered[mask])
+        return deviation(ours[mask], theirs[mask])
 
     def outside(self, found: Deviation) -> NDArray[np.bool_]:
         """Which tokens deviate by more than `limit`."""
@@ -113,6 +136,17 @@ class Case:
         return int(self.outside(found).sum()) <= self.outliers_allowed(name, len(found.relative_R), forced)
 
 
+def chooses(spec: ModelSpec) -> bool:
+    """Whether a layer chooses experts or keys: near a tie a rounding makes it another choice."""
+    return chooses_keys(spec) or any(layer.experts is not None for layer in spec.layers)
+
+
+def chooses_keys(spec: ModelSpec) -> bool:
+    """Whether an indexer chooses the keys that a token sees: among those that score alike any choice is right."""
+    mixers = [part.mixer for layer in spec.layers for part in layer.whole]
+    return any(getattr(mixer, name, None) for mixer in mixers for name in ("indexer", "blocks"))
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What all cases of one comparison have in common; see `Case`."""
@@ -125,12 +159,11 @@ class Rules:
 
     def case(self, golden: Golden, **own: Any) -> Case:
         """A case under these rules; `own` are fields of `Case` that it has for itself."""
-        return Case(
-            golden=golden,
-            spec=self.spec,
-            limit=self.limit,
-            dtype=self.dtype,
-            layers=self.layers,
-            eos_ids=self.eos_ids,
-            **own,
-        )
+        common: dict[str, Any] = {
+            "spec": self.spec,
+            "limit": self.limit,
+            "dtype": self.dtype,
+            "layers": self.layers,
+            "eos_ids": self.eos_ids,
+        }
+        return Case(golden=golden, **(common | own))

@@ -16,6 +16,7 @@ EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 TOP_N = 10
 TYPICAL = 0.75  # of the rows stay below the typical deviation
 SMALLEST_SHARE = 1e-3  # a row's scale counts as at least this share of the largest row's
+STREAM_SHARE = 16 * EPSILON["F32"] / F32_LIMIT  # of what a block's part is added to: sixteen roundings pass
 
 
 def limit_of(dtype: str) -> float:
@@ -54,8 +55,11 @@ def unequal(rows: int, reason: str, row: int = 0) -> Deviation:
     return Deviation(np.inf, np.inf, np.inf, np.inf, 0.0, row, np.inf, far, reason)
 
 
-def deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
-    """Compare two arrays of the same shape [R, W]; the reference's values are finite."""
+def deviation(ours: NDArray[Any], theirs: NDArray[Any], beside_R: NDArray[Any] | None = None) -> Deviation:
+    """Compare two arrays of the same shape [R, W]; the reference's values are finite.
+
+    `beside_R` is added to each row's scale.
+    """
     if not np.isfinite(ours).all():
         row, column = (int(i) for i in np.argwhere(~np.isfinite(ours))[0])
         count = int((~np.isfinite(ours)).sum())
@@ -64,22 +68,43 @@ def deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
     ours64, theirs64 = ours.astype(np.float64), theirs.astype(np.float64)
     difference = np.abs(ours64 - theirs64)
     scale_R = np.abs(theirs64).max(axis=1)
-    largest = float(scale_R.max(initial=0.0))
-    error_R = difference.max(axis=1)
-    floor = max(largest * SMALLEST_SHARE, np.finfo(np.float64).tiny)
-    relative_R = error_R / np.maximum(scale_R, floor)
-    row = int(relative_R.argmax())
+    if beside_R is not None:
+        scale_R = scale_R + beside_R
     norms = float(np.linalg.norm(ours64) * np.linalg.norm(theirs64))
+    cosine = float((ours64 * theirs64).sum() / norms) if norms else float(not difference.any())
+    return of_errors(difference.max(axis=1), scale_R, float(difference.mean()), cosine)
+
+
+def of_errors(
+    error_R: NDArray[np.float64], scale_R: NDArray[np.float64], mean_abs: float, cosine: float = 1.0
+) -> Deviation:
+    """The deviation of rows whose largest errors, and what these count in relation to, are known."""
+    tiny = float(np.finfo(np.float64).tiny)
+    largest = max(float(scale_R.max(initial=0.0)), tiny)
+    relative_R = error_R / np.maximum(scale_R, max(largest * SMALLEST_SHARE, tiny))
+    row = int(relative_R.argmax())
     return Deviation(
         relative=float(relative_R[row]),
-        overall=float(error_R.max() / max(largest, np.finfo(np.float64).tiny)),
+        overall=float(error_R.max() / largest),
         max_abs=float(error_R.max()),
-        mean_abs=float(difference.mean()),
-        cosine=float((ours64 * theirs64).sum() / norms) if norms else float(not difference.any()),
+        mean_abs=mean_abs,
+        cosine=cosine,
         row=row,
         typical=float(np.quantile(relative_R, TYPICAL)),
         relative_R=relative_R,
     )
+
+
+def own_part(ours: NDArray[Any], theirs: NDArray[Any], entered: NDArray[Any]) -> Deviation:
+    """What a layer adds to `entered`, its input [R, W] on both sides, in relation to that alone.
+
+    A layer that adds little to a large stream, or beside a huge channel, would hide its faults there. The rounding of
+    the stream itself is no fault: `STREAM_SHARE` of it counts to the scale.
+    """
+    if not np.isfinite(ours).all():
+        return deviation(ours, theirs)
+    given = entered.astype(np.float64)
+    return deviation(ours - given, theirs - given, STREAM_SHARE * np.abs(given).max(axis=1))
 
 
 @dataclass(frozen=True, slots=True)

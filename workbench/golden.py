@@ -96,8 +96,16 @@ class Golden:
         write(path, {**self.inputs(), **self.outputs}, metadata)
 
     def inputs(self) -> Arrays:
-        """What the reference is given, under the names of the file; no mask where nothing is padded."""
-        mask = {} if self.mask.all() else {"attention_mask": self.mask.astype(np.int64)}
+        """What the reference is given, under the names of the file; no mask where nothing is padded.
+
+        Unless positions are given: transformers takes a leap between them for the start of another text, if it is told
+        of no mask.
+        """
+        mask = (
+            {}
+            if self.mask.all() and "position_ids" not in self.pictures
+            else {"attention_mask": self.mask.astype(np.int64)}
+        )
         return {"input_ids": self.input_ids, **mask, **self.pictures}
 
     def check(self, spec: ModelSpec) -> tuple[Finding, ...]:

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.findings import Finding
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.sight import is_marked
 from firstlight.engine.serving.trace import POSITIONS
+from firstlight.workbench.cached import judge_cached
 from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import Deviation, deviation, unequal
 from firstlight.workbench.golden import PICTURE_NAMES, Arrays
@@ -34,6 +36,7 @@ class Verdict:
     others: dict[str, Deviation] = field(default_factory=dict)  # logits, teacher.logits, image_features
     traced: Arrays = field(default_factory=dict)
     bad_layer: int | None = None  # the first whose own output is wrong
+    cached: Finding | None = None  # how requests get other numbers than a trace
     passed: bool = True
 
 
@@ -58,9 +61,9 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
         _image_features(draft, case, free, verdict)
     if "logits" in golden.outputs and _has_logits(draft, case, free):
         theirs = golden.outputs["logits"]
-        found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", free["logits"], theirs)
+        found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", free["logits"])
         if "logits" in forced:
-            teacher = _compare(draft, case, "teacher.logits", "logits", forced["logits"], theirs, True)
+            teacher = _compare(draft, case, "teacher.logits", "logits", forced["logits"], True)
             verdict.others["teacher.logits"] = teacher
         if not found.broken:
             judge_logits(draft, case, free["logits"], theirs, found)
@@ -74,6 +77,8 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
         fits = golden.longest + case.steps <= case.spec.max_positions  # a larger context than this engine's
         alone = len(draft.checks) == before  # refused as a whole: nothing was compared
         draft.check(f"{case.prefix}generated", None if fits or alone else False, detail=longest)
+    say("cached", 0, case.served, "tokens")
+    verdict.cached = judge_cached(draft, engine, case)
     _first_fault(case, verdict)
     verdict.passed = all(check.status != "failed" for check in draft.checks[before:])
     return verdict
@@ -95,13 +100,13 @@ def _free(engine: EngineLike, case: Case, mask: NDArray[np.int64], steps: int) -
 def _hidden(draft: Draft, case: Case, free: Arrays, forced: Arrays, verdict: Verdict) -> None:
     """hidden.i and teacher.i for every i that the golden file holds."""
     golden = case.golden
-    for index, theirs in golden.hidden.items():
+    for index in golden.hidden:
         if not case.wants(index):
             continue
         name = f"hidden.{index}"
-        verdict.free[index] = _compare(draft, case, name, name, free.get(name), theirs)
+        verdict.free[index] = _compare(draft, case, name, name, free.get(name))
         if index and name in forced:
-            verdict.forced[index] = _compare(draft, case, f"teacher.{index}", name, forced[name], theirs, True)
+            verdict.forced[index] = _compare(draft, case, f"teacher.{index}", name, forced[name], True)
 
 
 def _compare(
@@ -110,14 +115,13 @@ def _compare(
     check: str,
     name: str,
     ours: NDArray[Any] | None,
-    theirs: NDArray[Any],
     forced: bool = False,
 ) -> Deviation:
     mask, limit = case.golden.mask, case.limit_for(name, forced)
     if ours is None:
         draft.check(case.prefix + check, False, limit=limit, unit="of scale", detail=f"the engine shows no {name}")
         return unequal(int(mask.sum()), f"the engine shows no {name}")
-    found = deviation(ours[mask], theirs[mask])
+    found = case.apart(name, ours, forced)
     where = place(mask, found.row)
     _record(draft, case, check, name, found, where, forced)
     return found
@@ -158,7 +162,7 @@ def _has_logits(draft: Draft, case: Case, free: Arrays) -> bool:
     if case.layers is not None and case.layers[1] != case.spec.num_layers:
         return False
     if "logits" not in free:
-        _compare(draft, case, "logits", "logits", None, case.golden.outputs["logits"])
+        _compare(draft, case, "logits", "logits", None)
     return "logits" in free
 
 

@@ -10,7 +10,6 @@ from firstlight.engine.findings import warning
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.sight import Sight
 from firstlight.workbench.cases import Case
-from firstlight.workbench.compare import deviation
 from firstlight.workbench.golden import Arrays
 from firstlight.workbench.report import Draft
 
@@ -47,5 +46,4 @@ def agrees(engine: EngineLike, case: Case, pictures: Arrays) -> bool:
     golden = case.golden
     found = engine.trace(golden.input_ids, golden.mask.astype(np.int64), pictures, layers=case.layers)
     names = [name for name in golden.outputs if name in found and name != "image_features"]
-    pairs = {name: (found[name][golden.mask], golden.outputs[name][golden.mask]) for name in names}
-    return all(case.passes(name, deviation(ours, theirs)) for name, (ours, theirs) in pairs.items())
+    return all(case.passes(name, case.apart(name, found[name])) for name in names)

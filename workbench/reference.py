@@ -82,6 +82,7 @@ class Reference:
                 raise unavailable(directory, "tensors have other shapes than config.json asks for") from error
         refuse_random(directory, info)
         _mend(model)
+        _refill(model, directory)
         if dtype == "F32":
             _sharpen(model)
         return cls(model.eval(), transformers.__version__, _report(info))
@@ -355,6 +356,18 @@ def _mend(model: Any) -> None:
         modules = [module for layer in decoder_layers(model) for module in layer.modules()]
         if any(getattr(module, "is_causal", True) is False for module in modules):
             model.set_attn_implementation("eager")  # where others are given no mask they let a token see all of its row
+
+
+def _refill(model: Any, directory: str | Path) -> None:
+    """Youtu's row of the padding token as stored: transformers 5.24 loads it, and then sets it to zero."""
+    for name, module in model.named_modules():
+        row = getattr(module, "padding_idx", None) if isinstance(module, torch.nn.Embedding) else None
+        if row is None or bool(module.weight[row].any()):
+            continue
+        weights = Unpacked(Checkpoint.open(directory))
+        if f"{name}.weight" in weights.names:
+            with torch.no_grad():
+                module.weight[row] = weights.read(f"{name}.weight")[row].to(module.weight.dtype)
 
 
 def _sharpen(model: Any) -> None:

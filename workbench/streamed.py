@@ -156,9 +156,9 @@ class StreamedReference:
             hooks.callback(keep.remove)
             fed = dict(tensors)
             if index:
-                mask = {"attention_mask": tensors["attention_mask"]} if "attention_mask" in tensors else {}
+                beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
                 assert given is not None
-                fed = {"inputs_embeds": given.to(model.dtype), **mask}
+                fed = {"inputs_embeds": given.to(model.dtype), **beside}
             out = model(**fed, output_hidden_states=True, use_cache=False)
         return kept[0], out
 

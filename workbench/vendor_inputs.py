@@ -1,4 +1,5 @@
-"""A prompt with pictures by the vendor's own processor in transformers, where its steps are not known here."""
+"""A prompt with pictures by the vendor's own processor in transformers: where its steps are not known here, and to
+hold our own steps against."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import warning
+from firstlight.engine.findings import fatal, note, warning
 from firstlight.engine.inputs.pictures import Picture
 from firstlight.engine.inputs.prepare import Prepared, PreparedRecord, Processor, Span
+from firstlight.workbench.compare import deviation
 from firstlight.workbench.reference import load_transformers, part_of_transformers, quiet
+from firstlight.workbench.report import Draft
 
+PIXEL_LIMIT = 1e-3  # of the largest value: resizing and normalising in float32, in another order
+COARSE_LIMIT = 0.03  # ... where the vendor's steps resize in integers by another library: some of 255 steps of colour
 UNUSABLE = (ValueError, OSError, KeyError, ImportError, AttributeError)  # what transformers raises for lack of parts
 
 
@@ -99,3 +104,84 @@ def _messages(prompt: str | Sequence[Mapping[str, Any]], pictures: int) -> list[
         return [dict(message) for message in prompt]
     parts: list[dict[str, Any]] = [{"type": "image"}] * pictures
     return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+
+
+def hold_inputs(
+    draft: Draft, ours: Prepared, directory: str | Path, text: str, pictures: Sequence[Picture], chat: bool
+) -> None:
+    """Checks token ids and picture tensors against those of the vendor's own processor in transformers.
+
+    An engine that is right answers to something else where they differ. Where transformers has no such processor here,
+    a note says that nothing was compared.
+    """
+    try:
+        ids, tensors, limit = _theirs(directory, text, pictures, chat)
+    except UNUSABLE as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        message = "the prompt was not held against the vendor's own processor, which transformers cannot make here"
+        draft.find(note("not-available", message, file=str(directory), found=why[:200]))
+        return
+    found = ours.input_ids[0].tolist()
+    same = found == ids
+    words = f"{len(ids)} tokens" if same else _first_difference(found, ids)
+    draft.check("prompt input_ids", same, value=int(not same), limit=0, unit="differences", detail=words)
+    if not same:
+        draft.find(_wrong_inputs(ours, "input_ids", f"{len(ids)} tokens of the vendor's processor", words))
+    for name in sorted(tensors.keys() & ours.tensors.keys()):
+        _hold_tensor(draft, ours, name, np.asarray(ours.tensors[name]), tensors[name], limit)
+
+
+def _hold_tensor(
+    draft: Draft, ours: Prepared, name: str, found: NDArray[Any], expected: NDArray[Any], limit: float
+) -> None:
+    if found.shape != expected.shape:
+        apart, words = np.inf, f"{list(found.shape)} instead of {list(expected.shape)}"
+    else:
+        flat = (found.reshape(1, -1).astype(np.float64), expected.reshape(1, -1).astype(np.float64))
+        apart = deviation(*flat).relative
+        words = f"{list(found.shape)}, mean-abs {np.abs(flat[0] - flat[1]).mean():.2e}"
+    passed = bool(apart <= limit)
+    value = float(apart) if np.isfinite(apart) else None
+    draft.check(f"prompt {name}", passed, value=value, limit=limit, unit="of scale", detail=words)
+    if not passed:
+        draft.find(_wrong_inputs(ours, name, f"within {limit:g} of the vendor's", words))
+
+
+def _theirs(
+    directory: str | Path, text: str, pictures: Sequence[Picture], chat: bool
+) -> tuple[list[int], dict[str, NDArray[Any]], float]:
+    """The vendor's token ids and picture tensors, and how near ours must come to the latter."""
+    if pictures:
+        processor = vendor_processor(directory)
+        _, ids, tensors = encoded(processor, text, pictures, chat)
+        exact = type(processor.image_processor).__name__.endswith("Pil")
+        return ids, tensors, PIXEL_LIMIT if exact else COARSE_LIMIT
+    auto = part_of_transformers("models.auto.tokenization_auto").AutoTokenizer
+    with quiet():
+        tokenizer = auto.from_pretrained(directory, local_files_only=True)
+        if not chat:
+            return list(tokenizer(text)["input_ids"]), {}, PIXEL_LIMIT
+        turns = [{"role": "user", "content": text}]
+        shown = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(shown, add_special_tokens=False)["input_ids"]), {}, PIXEL_LIMIT
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
+    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return f"{len(ours)} tokens instead of {len(theirs)}"
+    return f"token {place} is {ours[place]} instead of {theirs[place]}"
+
+
+def _wrong_inputs(ours: Prepared, name: str, expected: str, found: str) -> Any:
+    pictured = name != "input_ids"
+    part = "picture processor" if pictured else "tokenizer or the chat template"
+    return fatal(
+        "wrong-numbers",
+        f"the prompt is not the vendor's: {name} differs, so the {part} is at fault, whatever the model computes",
+        file=ours.record.image_processor_class if pictured else ours.record.tokenizer_file,
+        tensors=(name,),
+        expected=expected,
+        found=found,
+        next="compare `firstlight preprocess` with the vendor's processor, constant by constant",
+    )

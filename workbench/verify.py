@@ -22,7 +22,8 @@ from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.bisect import blame
-from firstlight.workbench.cases import Case, Rules
+from firstlight.workbench.cached import CHECK
+from firstlight.workbench.cases import ANSWER, Case, Rules
 from firstlight.workbench.compare import limit_of
 from firstlight.workbench.engines import open_engine
 from firstlight.workbench.golden import Golden
@@ -33,6 +34,8 @@ from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.rounding_marks import as_stored, on_narrow_reference, on_rounded_tables, rounded_tables
 from firstlight.workbench.side_files import absent_side_files
+
+CHUNKS = 3  # that the longest prompt comes in, at least
 
 if TYPE_CHECKING:
     from firstlight.engine.model.rules import Matcher
@@ -65,28 +68,23 @@ def verify(
     checkpoint = Checkpoint.open(options.checkpoint)
     spec, matcher = FAMILIES.describe(checkpoint.config)
     _check_layers(layers, spec)
+    _check_reference(reference)
     options = _defaults(options, engine)
     if engine is None:  # before a reference is run for nothing
         _refuse_unstartable(checkpoint, spec, matcher, options)
-    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {options.dtype}")
-    draft.find((*checkpoint.findings, *spec.findings))
-    draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
-    within = limit_of(options.dtype) if limit is None else limit
-    words = f"{options.dtype}; the reference's own scale, token by token"
-    draft.metric("relative_max_abs_limit", within, "of scale", words)
+    draft = _begun(checkpoint, spec, options)
+    rules = _rules(draft, checkpoint, spec, options.dtype, layers, limit)
     say = progress or Progress("verify")
-    rules = Rules(spec=spec, limit=within, dtype=options.dtype, layers=layers, eos_ids=eos_ids(checkpoint))
     oracle: AnyReference | None = None
     if golden is not None:
         cases = [_golden_case(draft, Golden.read(golden), rules, eos_ids(checkpoint, "forced_eos_token_id"))]
     else:
-        from firstlight.workbench.probes import inputs_of, reference_cases
+        from firstlight.workbench.probe_inputs import inputs_of
+        from firstlight.workbench.probes import reference_cases
 
-        _check_reference(reference)
         asked = inputs_of(draft, checkpoint, spec, prompt, pictures)
         oracle, cases = reference_cases(draft, checkpoint, rules, asked, say, streamed, trust_remote_code)
-    longest = spec.max_positions if engine is None else engine.info().max_context
-    cases = [replace(case, decodes=case.golden.longest + case.steps <= longest) for case in cases]
+    cases = _within_context(cases, spec.max_positions if engine is None else engine.info().max_context)
     options = _sized(options, cases)
     tables = rounded_tables(checkpoint)
     draft.find(on_rounded_tables(tables))
@@ -98,6 +96,37 @@ def verify(
     _refuse_idle(draft, cases, layers)
     _overall(draft, cases)
     return draft.close()
+
+
+def _begun(checkpoint: Checkpoint, spec: ModelSpec, options: EngineOptions) -> Draft:
+    """The report, with what is known before anything is computed."""
+    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {options.dtype}")
+    draft.find((*checkpoint.findings, *spec.findings))
+    draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
+    return draft
+
+
+def _rules(
+    draft: Draft,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    dtype: str,
+    layers: tuple[int, int] | None,
+    limit: float | None,
+) -> Rules:
+    """What passes, by the dtype or as asked for."""
+    within = limit_of(dtype) if limit is None else limit
+    draft.metric("relative_max_abs_limit", within, "of scale", f"{dtype}; the reference's own scale, token by token")
+    return Rules(spec=spec, limit=within, dtype=dtype, layers=layers, eos_ids=eos_ids(checkpoint))
+
+
+def _within_context(cases: Sequence[Case], context: int) -> list[Case]:
+    """The cases with what of their answers a context has room for; where only some layers are compared, none."""
+    room = [context - case.golden.longest for case in cases]
+    return [
+        replace(case, decodes=case.steps <= left, served=0 if case.layers else max(0, min(ANSWER, left)))
+        for case, left in zip(cases, room, strict=True)
+    ]
 
 
 def _refuse_unstartable(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, options: EngineOptions) -> None:
@@ -130,8 +159,8 @@ def _compare(
 
 
 def _refuse_idle(draft: Draft, cases: Sequence[Case], layers: tuple[int, int] | None) -> None:
-    """A report in which nothing was compared would pass."""
-    if any(check.status != "skipped" for check in draft.checks):
+    """A report in which nothing was compared with the reference would pass."""
+    if any(check.status != "skipped" and not check.name.endswith(CHECK) for check in draft.checks):
         return
     held = ", ".join(sorted(set().union(*(case.golden.outputs for case in cases))))
     raise Refused(
@@ -186,13 +215,18 @@ def _golden_case(draft: Draft, golden: Golden, rules: Rules, forced: frozenset[i
 
 
 def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:
-    """A cache no larger than the cases need."""
-    needed = max((case.golden.longest + case.steps for case in cases if case.decodes and case.steps), default=16)
+    """A cache no larger than the cases need, and steps that cut their prompts in several chunks."""
+    answers = [max(case.served, case.steps if case.decodes else 0) for case in cases]
+    longest = [case.golden.longest for case in cases]
+    needed = max((tokens + answer for tokens, answer in zip(longest, answers, strict=True) if answer), default=16)
     vision = cases[0].spec.vision
     if vision is not None:
         needed = max(needed, sum(vision.counts(vision.blank())) + 2)  # a host answers to one picture before it is ready
-    rows = max(len(case.golden.input_ids) for case in cases)
-    return msgspec.structs.replace(options, max_context=needed, max_batch=min(options.max_batch, rows))
+    batch = min(options.max_batch, max(len(case.golden.input_ids) for case in cases))
+    budget = options.token_budget
+    if budget is None and vision is None:  # pictures may have to be read in one piece
+        budget = batch + max(1, -(-max(longest) // CHUNKS))
+    return msgspec.structs.replace(options, max_context=needed, max_batch=batch, token_budget=budget)
 
 
 def _defaults(options: EngineOptions, engine: EngineLike | None) -> EngineOptions:

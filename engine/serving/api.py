@@ -127,7 +127,8 @@ class EngineLike(Protocol):
 
         `inputs` maps hidden.i to the given input of layer i: each layer runs alone on it (teacher forcing), and
         hidden.L gives logits. `layers` [first, last) limits what comes back. `steps`: also `generated` [B, steps]
-        int64, the greedy continuation. `blocks`: also `layers.i.mixer`. Zeros at padding.
+        int64, the greedy continuation as it is served, with `generated.likeliest` and `generated.logprobs` [B, steps,
+        K]: the likeliest tokens of each step. `blocks`: also `layers.i.mixer`. Zeros at padding.
         """
         ...
 

@@ -28,7 +28,8 @@ class Held:
     """What a rank keeps of a running sequence.
 
     `slot` is the row of its states, `features_NH` are its pictures, from their first use to their last; `grids` are
-    those of its pictures, one for each span, where the decoder's positions follow them.
+    those of its pictures, one for each span, where the decoder's positions follow them. `prompt_tokens`: what the
+    frequencies of all its chunks are stretched for, as if it came in one.
     """
 
     pages: tuple[int, ...]
@@ -39,6 +40,7 @@ class Held:
     features_NH: Tensor | None = field(default=None)
     grids: tuple[Shape, ...] = ()
     marked: bool = True
+    prompt_tokens: int = 0
 
     @classmethod
     def of(cls, admission: Admission, slot: int, vision: Vision | None = None) -> Held:
@@ -48,7 +50,16 @@ class Held:
             shapes = {name: array.numpy() for name, array in admission.images.items() if name != "pixel_values"}
             spans, grids = with_grids(vision, spans, shapes)
             marked = is_marked(shapes)
-        return cls(admission.pages, slot, admission.draw, admission.images, spans, grids=grids, marked=marked)
+        return cls(
+            pages=admission.pages,
+            slot=slot,
+            draw=admission.draw,
+            images=admission.images,
+            image_spans=spans,
+            grids=grids,
+            marked=marked,
+            prompt_tokens=admission.prompt_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,7 @@ def build_batch(
         [held[chunk.number].slot for chunk in chunks],
         logit_rows=None if every_row else torch.tensor(rows, dtype=torch.int64, device=around.device),
         embeddings=_embeddings(chunks, held, around.device, encode) if encode is not None else (),
+        rope_lens=tuple(max(end, held[chunk.number].prompt_tokens) for chunk, end in zip(chunks, ends, strict=True)),
         seen=[
             Seen(chunk.start, end, one.image_spans, one.grids, one.marked)
             for chunk, end, one in zip(chunks, ends, [held[chunk.number] for chunk in chunks], strict=True)

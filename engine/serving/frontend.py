@@ -25,7 +25,7 @@ from firstlight.engine.inputs.prepare import Prepared, Processor
 from firstlight.engine.model.foreign import ForeignModel, ForeignSpec
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineInfo, PictureSource, Prompt
-from firstlight.engine.serving.request import Arrays, Request, SamplingParams, arrays_of
+from firstlight.engine.serving.request import MAX_TOP_LOGPROBS, Arrays, Request, SamplingParams, arrays_of
 from firstlight.engine.serving.sight import is_marked
 from firstlight.engine.serving.trace import TraceCommand, check_images, spans_of
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -200,7 +200,7 @@ class Frontend:
         return [vision.image_token_id] * sum(vision.counts(tensors)) + [0], arrays_of(tensors)
 
     def greedy(self, command: TraceCommand, steps: int, numbers: Iterator[int]) -> tuple[Request, ...]:
-        """One greedy request for each row of a traced batch, with the pictures that belong to it."""
+        """One greedy request for each row of a traced batch, with the pictures that belong to it, and its chances."""
         ids, mask = command.input_ids.numpy(), command.attention_mask.numpy()
         vision = self.spec.vision
         rows = [[int(id_) for id_ in row[real == 1]] for row, real in zip(ids, mask, strict=True)]
@@ -212,7 +212,9 @@ class Frontend:
                 own[index] = arrays_of(vision.share(tensors, first, count)) if count else {}
                 if count and not is_marked(tensors):
                     own[index]["token_type_ids"] = command.images["token_type_ids"]
-        return tuple(self.bare(next(numbers), row, images, steps) for row, images in zip(rows, own, strict=True))
+        bare = [self.bare(next(numbers), row, images, steps) for row, images in zip(rows, own, strict=True)]
+        params = msgspec.structs.replace(bare[0].params, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS)
+        return tuple(msgspec.structs.replace(request, params=params) for request in bare)
 
     def info(self, rank: Rank) -> EngineInfo:
         """What runs, for reports."""

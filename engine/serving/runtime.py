@@ -45,7 +45,7 @@ from firstlight.engine.serving.sight import Sight
 from firstlight.engine.serving.stats import Counters, Ended, EngineStats
 from firstlight.engine.serving.steps import Sampled, StepPlan, StepResult
 from firstlight.engine.serving.stream import EngineFailed, Listener, Stream, completion_of
-from firstlight.engine.serving.trace import assemble, trace_command
+from firstlight.engine.serving.trace import assemble, generated, trace_command
 from firstlight.engine.serving.worker import Command, MemoryCommand, Stop, Tick, Worker
 from firstlight.engine.weights.ledger import Ledger
 
@@ -106,6 +106,9 @@ class Engine:
         if warm_up:
             self.pulse.enter("warm-up text")
             self._first_token([0])
+            if (stream := self.worker.rank.weights.stream) is not None:
+                there, whole = stream.there_bytes(), stream.whole_bytes
+                self.pulse.say(f"{there:,} of {whole:,} bytes of weights were there with the first token")
             vision = self.worker.rank.spec.vision
             blank = vision.blank() if vision is not None else {}
             if vision and blank and sum(vision.counts(blank)) + 2 <= self.scheduler.limits.max_context:
@@ -218,8 +221,7 @@ class Engine:
         shown = assemble(command, rank.mesh.dp, shares)
         if greedy:
             streams = [self.submit_request(request, with_text=False) for request in greedy]
-            rows = [completion_of(self._read(stream)).tokens for stream in streams]
-            shown["generated"] = np.array(rows, dtype=np.int64)
+            shown |= generated([completion_of(self._read(stream)) for stream in streams])
         return shown
 
     def profile(self, prompt_tokens: int = 128, decode_steps: int = 8, batch: int = 1) -> tuple[RankProfile, ...]:

@@ -280,7 +280,14 @@ def draw_of(request: Request) -> Draw:
 
 def _admission(sequence: Sequence) -> Admission:
     request = sequence.request
-    return Admission(request.number, sequence.pages, draw_of(request), request.images, request.image_spans)
+    return Admission(
+        number=request.number,
+        pages=sequence.pages,
+        draw=draw_of(request),
+        images=request.images,
+        image_spans=request.image_spans,
+        prompt_tokens=sequence.prompt_len,
+    )
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:

@@ -18,13 +18,14 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that starts: its pages for its whole length, and its pictures."""
+    """A sequence that starts: its pages for its whole length, its pictures, and how long its prompt is."""
 
     number: int
     pages: tuple[int, ...]
     draw: Draw
     images: Arrays
     image_spans: tuple[Span, ...]
+    prompt_tokens: int
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

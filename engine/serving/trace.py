@@ -24,7 +24,7 @@ from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.model.spec.foreign import ForeignVision
 from firstlight.engine.serving.batch import Surroundings, forward_batch, place_features, tensors_of
 from firstlight.engine.serving.boot import Rank
-from firstlight.engine.serving.request import Array, Arrays, Span
+from firstlight.engine.serving.request import Array, Arrays, Completion, Span
 from firstlight.engine.serving.sight import Seen, Sight, is_marked, with_grids
 from firstlight.kernels.attention.meta import AttentionMeta
 
@@ -209,6 +209,19 @@ def assemble(command: TraceCommand, mesh_dp: int, shares: Sequence[tuple[int, Ar
     return merged
 
 
+def generated(answers: Sequence[Completion]) -> dict[str, np.ndarray]:
+    """Answers of one length as arrays: `generated` [B, steps], the likeliest tokens of each step and their chances.
+
+    `generated.likeliest` [B, steps, K] int64 and `generated.logprobs` [B, steps, K] float32, as they were served.
+    """
+    likeliest = [[one.top for one in answer.logprobs] for answer in answers]
+    return {
+        "generated": np.array([answer.tokens for answer in answers], dtype=np.int64),
+        "generated.likeliest": np.array([[[id_ for id_, _ in top] for top in row] for row in likeliest], np.int64),
+        "generated.logprobs": np.array([[[value for _, value in top] for top in row] for row in likeliest], np.float32),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One row of the batch without its padding: `first` is the column of its first token."""
@@ -242,9 +255,15 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
         range(len(rows)),
         embeddings=_embeddings(rank, command, rows, shown),
         tap=_tap(rank, command, shown),
-        rope_lens=(command.input_ids.shape[1],) * len(rows),  # as the reference does with a padded batch
+        rope_lens=(_stretched_for(command),) * len(rows),
         seen=_seen(rank, command, rows),
     )
+
+
+def _stretched_for(command: TraceCommand) -> int:
+    """The length that frequencies are stretched for: a padded batch's, or up to the last position, as references do."""
+    length = command.input_ids.shape[1]
+    return length if command.positions is None else max(length, int(command.positions.numpy().max()) + 1)
 
 
 def _positions(command: TraceCommand, rows: Sequence[_Row]) -> list[int]:
