@@ -1,4 +1,4 @@
-"""The stack that a spec describes, over a rank's weights. Legend: T tokens, R rows, H hidden."""
+"""Builds the model that a spec describes over a rank's weights. Legend: T tokens, R rows, H hidden."""
 
 from __future__ import annotations
 

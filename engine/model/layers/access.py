@@ -1,4 +1,4 @@
-"""How a block finds its own weights: a prefix over the rank's storages."""
+"""Looks up a block's weights by prefix among the rank's storages, with the operators chosen for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel positional reads of many pieces of files straight into memory that is already in its final place."""
+"""Parallel positional reads of many pieces of files straight into their final memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way of reading is the better one on this machine, for these files: tried on the load itself, then kept to."""
+"""Chooses the faster of two ways of reading by trying both on the load itself."""
 
 from __future__ import annotations
 
