@@ -21,6 +21,7 @@ from firstlight.engine.weights.loading.pages import aligned
 from firstlight.engine.weights.loading.placing import STORED_DTYPES
 from firstlight.engine.weights.loading.residency import STAGING_BYTES, Largest, ResidencyReport, alone
 from firstlight.engine.weights.loading.slots import staging_bytes, too_small, zero_padding
+from firstlight.engine.weights.loading.untouched import Untouched
 from firstlight.engine.weights.memory import Pool
 
 MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights is bounded
@@ -55,6 +56,7 @@ class ExpertCache:
         self._checkpoint, self._device, self._threads = checkpoint, device, threads
         self._budget_bytes, self._whole_bytes = budget_bytes, pieces.nbytes
         self._other_bytes = other_bytes
+        self._untouched = Untouched(checkpoint, pieces.pieces)
         self._sites = sites_of(pieces.storages)
         self._pieces = by_expert(pieces.pieces, self._sites)
         self._lock = threading.Lock()
@@ -180,6 +182,7 @@ class ExpertCache:
             ahead_bytes = (self._staging_bytes or STAGING_BYTES) // 2
             for _, nbytes in filling.carry_out(self._threads, ahead_bytes=ahead_bytes):
                 self._fetched_bytes += nbytes
+            self._untouched.check(pieces)
         except BaseException:
             bank.forget(site, absent)
             raise

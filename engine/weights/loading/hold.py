@@ -21,6 +21,7 @@ from firstlight.engine.weights.loading.overlap import Overlap
 from firstlight.engine.weights.loading.pages import aligned
 from firstlight.engine.weights.loading.residency import Largest, LayerStream, alone, nobody
 from firstlight.engine.weights.loading.slots import staging_bytes, too_small, without
+from firstlight.engine.weights.loading.untouched import Untouched
 
 
 def hold(
@@ -45,7 +46,7 @@ def hold(
     if kind == "resident":
         if budget_bytes is not None and budget_bytes < (least := largest(pieces.nbytes)):
             raise too_small(budget_bytes, least, "all weights at once (--residency streamed needs less)")
-        return load(checkpoint, pieces, device, threads, **options)
+        return _loaded(checkpoint, pieces, device, threads, **options)
     start, stop = pieces.layers
     late = None
     if kind == "streamed":
@@ -73,7 +74,7 @@ def hold(
         overlap = Overlap(device)
         if stream is not None and budget_bytes is None:
             stream.begin()
-        weights = load(checkpoint, always, device, threads, **options)
+        weights = _loaded(checkpoint, always, device, threads, **options)
         if stream is not None and budget_bytes is None:
             stream.settle(overlap, weights.bytes_read)
         elif stream is not None:
@@ -84,6 +85,14 @@ def hold(
                 one.close()
         raise
     return replace(weights, pieces=pieces, stream=stream, experts=experts)
+
+
+def _loaded(checkpoint: Checkpoint, pieces: RankPieces, device: torch.device, *how: Any, **options: Any) -> Weights:
+    """What stays, of files that nobody changed meanwhile."""
+    untouched = Untouched(checkpoint, pieces.pieces)
+    weights = load(checkpoint, pieces, device, *how, **options)
+    untouched.check()
+    return weights
 
 
 def _sees(storage: Storage) -> bool:

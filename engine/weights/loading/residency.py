@@ -21,6 +21,7 @@ from firstlight.engine.weights.loading.arriving import Arriving, by_expert, site
 from firstlight.engine.weights.loading.overlap import ENOUGH_BYTES, ENOUGH_S, Overlap
 from firstlight.engine.weights.loading.pages import aligned
 from firstlight.engine.weights.loading.slots import staging_bytes, too_small, views, zero_padding
+from firstlight.engine.weights.loading.untouched import Untouched
 from firstlight.engine.weights.memory import Pool
 
 Built = TypeVar("Built")
@@ -122,6 +123,7 @@ class LayerStream:
         self._waited_s = self._fetch_s = 0.0
         self._pass_waited = 0
         self._told, self._taken_bytes = told, 0
+        self._untouched = Untouched(checkpoint, pieces.pieces)
         self.start = ""  # whether layers ran while others were read, and why
         self._is_awaited = self._is_over = False  # by `settle`: all of it is to come first; nothing is left to read
         self.arriving = self._experts() if budget_bytes is None else None
@@ -299,6 +301,7 @@ class LayerStream:
         self._fetch_late()
         if self.arriving is not None:
             self.arriving.fill(self._cancel, lambda: self._is_awaited)
+        self._untouched.check()
 
     def _fetch_late(self) -> None:
         storages = views(self._late_slot, self._late)
@@ -368,6 +371,7 @@ class LayerStream:
         for _, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes=ahead):
             read_bytes += nbytes
             self._told(nbytes)
+        self._untouched.check(pieces)
         return read_bytes
 
     def _experts(self) -> Arriving | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -432,6 +433,27 @@ def test_a_file_that_vanishes_while_layers_come_is_said_and_not_waited_for(
         file.unlink()
     with pytest.raises(Refused, match="is not there"):
         [streamed.run(one) for one in inputs(2)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "streamed"), ("qwen3_moe", "experts")])
+def test_a_file_that_was_rewritten_and_given_its_old_time_is_said(
+    name: str, kind: Residency, checkpoint: Get, held: Callable[..., Held], tmp_path: Path
+) -> None:
+    """Of the same size and under the same inode, as a copy that keeps times leaves it."""
+    import shutil
+
+    home = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    coming = held(home, kind, least(home, kind, held))
+    coming.run(inputs()[0])
+    for file in home.glob("*.safetensors"):
+        found = file.stat()
+        with file.open("r+b") as stream:
+            stream.seek(-64, os.SEEK_END)
+            stream.write(bytes(64))
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+        assert file.stat().st_mtime_ns == found.st_mtime_ns
+    with pytest.raises(Refused, match="changed-file"):
+        [coming.run(one) for one in inputs(2)]
 
 
 def test_closing_while_layers_come_frees_everything(checkpoint: Get) -> None:
