@@ -248,7 +248,7 @@ def _kind_rows(kinds: Sequence[Kind], ledger: Ledger | None) -> Iterator[dict[st
 def _rest(kinds: Sequence[Kind]) -> dict[str, Any]:
     """One row for the kinds behind those that are listed."""
     return {
-        "name": f"{len(kinds):,} kinds more",
+        "name": f"{sum(kind.kinds for kind in kinds):,} kinds more",
         "count": sum(len(kind.tensors) for kind in kinds),
         "dtype": ", ".join(sorted({dtype for kind in kinds for dtype in kind.dtypes})),
         "shape": "",

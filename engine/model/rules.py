@@ -1,13 +1,15 @@
 """Weight rules: checkpoint name pattern -> parameters, as data. No torch.
 
-Pattern language: `{i}` matches digits and carries over to the parameter name; `{*}` matches anything; `(a|b|)` lists
-alternatives.
+Pattern language: `{i}` matches a number, written without zeros before it, and carries over to the parameter name;
+`{*}` matches anything; `(a|b|)` lists alternatives.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import product
 
 import msgspec
 
@@ -58,7 +60,8 @@ def under(prefix: str, rules: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
     return tuple(msgspec.structs.replace(item, tensor=prefix + item.tensor) for item in rules)
 
 
-_DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = "(?:0|[1-9][0-9]{0,15})"  # as `engine/weights/names/patterns.py` has it
+_DIGITS = re.compile(rf"(?<=\.){_NUMBER}(?=\.|\Z)")
 _PARTICULAR = re.compile(r"\.\d+(\.|$)|\{\*\}")
 
 
@@ -82,13 +85,21 @@ class Matcher:
         self.rules = tuple(rules)
         compiled = [(re.compile(_pattern(item.tensor) + r"\Z"), item) for item in self.rules]
         self._particular = [pair for pair in compiled if _PARTICULAR.search(pair[1].tensor)]
-        self._particular_kinds = [
+        self._general = [pair for pair in compiled if not _PARTICULAR.search(pair[1].tensor)]
+        self._by_shape: dict[str, Template | None] = {}
+
+    @cached_property
+    def _particular_kinds(self) -> list[tuple[re.Pattern[str], re.Pattern[str]]]:
+        """Of each rule of particular tensors: the kinds it may speak of, and the lines of names that it speaks of."""
+        return [
             (re.compile(_kind_pattern(item.tensor) + r"\Z"), re.compile(rf"^{_pattern(item.tensor)}$", re.MULTILINE))
             for _, item in self._particular
         ]
-        self._general = [pair for pair in compiled if not _PARTICULAR.search(pair[1].tensor)]
-        self._some = re.compile("(?:" + "|".join(_kind_pattern(item.tensor) for item in self.rules) + r")\Z")
-        self._by_shape: dict[str, Template | None] = {}
+
+    @cached_property
+    def _some(self) -> re.Pattern[str]:
+        """The kinds that any rule may speak of: asked for where no rule matches, and slow to compile."""
+        return re.compile(_any_kind([name for item in self.rules for name in choices(item.tensor)]) + r"\Z")
 
     def match(self, name: str) -> Match | None:
         for pattern, item in self._particular:
@@ -150,13 +161,15 @@ def _number(param: str, where: dict[str, int]) -> str:
 
 
 def _pattern(tensor: str) -> str:
-    """The regular expression of a pattern: alternatives kept, `{i}` a named run of digits, the rest literal."""
-    return _expression(tensor, lambda name: f"(?P<{name}>\\d+)", re.escape)
+    """The regular expression of a pattern: alternatives kept, `{i}` a named number, the rest literal."""
+    return _expression(tensor, lambda name: f"(?P<{name}>{_NUMBER})", re.escape)
 
 
 def _kind_pattern(tensor: str) -> str:
     """The same for names with `*` in place of some numbers: what does not match speaks of no name of the kind."""
-    return _expression(tensor, lambda _: r"(?:\d+|\*)", lambda text: re.sub(r"\d+", r"(?:\g<0>|\\*)", re.escape(text)))
+    return _expression(
+        tensor, lambda _: rf"(?:{_NUMBER}|\*)", lambda text: re.sub(r"\d+", r"(?:\g<0>|\\*)", re.escape(text))
+    )
 
 
 def _expression(tensor: str, number: Callable[[str], str], literal: Callable[[str], str]) -> str:
@@ -167,3 +180,27 @@ def _expression(tensor: str, number: Callable[[str], str], literal: Callable[[st
         signs[piece] if piece in signs else number(piece[1:-1]) if piece.startswith("{") else literal(piece)
         for piece in pieces
     )
+
+
+def choices(tensor: str) -> list[str]:
+    """A pattern with each of its alternatives: `(model.|)norm` is `model.norm` and `norm`."""
+    pieces = re.split(r"\(([^)]*)\)", tensor)
+    options = [piece.split("|") if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*options)]
+
+
+def _any_kind(tensors: Iterable[str]) -> str:
+    """One expression for the names of kinds that any of these patterns, which list no alternatives, may speak of.
+
+    Parts that several begin with stand in it once, so that names no pattern speaks of are known after a part or two.
+    """
+    below: dict[str, set[str | None]] = {}
+    for tensor in tensors:
+        part, dot, rest = tensor.partition(".")
+        below.setdefault(part, set()).add(rest if dot else None)
+    options = []
+    for part, rests in below.items():
+        longer = sorted(rest for rest in rests if rest is not None)
+        behind = rf"\.{_any_kind(longer)}" if longer else ""
+        options.append(_kind_pattern(part) + (f"(?:{behind})?" if behind and None in rests else behind))
+    return f"(?:{'|'.join(options)})"

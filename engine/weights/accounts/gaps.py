@@ -10,12 +10,12 @@ from itertools import islice
 from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import Param
-from firstlight.engine.weights.accounts.lots import Parameters, experts, parted
+from firstlight.engine.weights.accounts.lots import Parameters, experts
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.names.listed import Group, Listed, Numbered, Spelt
 from firstlight.engine.weights.names.naming import by_pattern, pattern_of, shown
-from firstlight.engine.weights.names.patterns import with_numbers
+from firstlight.engine.weights.names.patterns import parted, with_numbers
 from firstlight.engine.weights.packed import FLOATS, MAINS, weight_name
 from firstlight.engine.weights.source import Source
 
@@ -320,7 +320,8 @@ def unconsumed_findings(
         yield _unconsumed(names.range, names, tensors, is_known)
     rest = Listed(groups=islice(groups.values(), MOST_NAMED, None))
     if rest:
-        yield _unconsumed(f"{len(groups) - MOST_NAMED:,} kinds more, as {rest[0]}", rest, tensors)
+        count = sum(group.kinds for group in groups.values()) - MOST_NAMED
+        yield _unconsumed(f"{count:,} kinds more, as {rest[0]}", rest, tensors)
 
 
 def weight_of(pattern: str) -> str:

@@ -21,7 +21,7 @@ from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.names.listed import Numbered
 from firstlight.engine.weights.names.naming import pattern_of
-from firstlight.engine.weights.names.patterns import grouped, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, parted, with_numbers
 from firstlight.engine.weights.names.stock import Kind, some
 from firstlight.engine.weights.source import Region, Source
 
@@ -49,7 +49,7 @@ class Parameters(Mapping[str, Param]):
         if own is None or any(k.param.shape != shape or k.param.padding for k in own):
             return None
         numbers = self._numbers(pattern)
-        if numbers is None or len(kind.numbers) != len(numbers) or not kind.is_usual:
+        if numbers is None or len(kind.numbers) != len(numbers):
             return None
         is_known = all(set(wanted).issuperset(found) for wanted, found in zip(numbers, kind.numbers, strict=True))
         return frozenset(k.param.role for k in own) if is_known else None
@@ -80,7 +80,7 @@ class Parameters(Mapping[str, Param]):
     def places(self, pattern: str, kind: Kind) -> Sequence[int] | None:
         """The places of the members of a kind that have a parameter of their numbers; None where that is not known."""
         numbers = self._numbers(pattern) if pattern in self._kinds else None
-        if numbers is None or len(kind.numbers) != len(numbers) or not kind.is_usual:
+        if numbers is None or len(kind.numbers) != len(numbers):
             return None
         return kind.within(numbers)
 
@@ -174,11 +174,6 @@ def _layer_of(name: str) -> int | None:
     start, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return int(number) if start == "layers" and number.isdecimal() and len(number) < _MOST_DIGITS else None
-
-
-def parted(name: str) -> tuple[str, tuple[int, ...]]:
-    """The pattern and the numbers of the name of a parameter, which are written as numbers are."""
-    return pattern_of(name), tuple(map(int, _NUMBER.findall(name)))
 
 
 def experts(param: str, params: Mapping[str, Param]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from firstlight.engine.model.rules import Matcher
-from firstlight.engine.weights.accounts.gaps import SCALES, owners, shape_problem
+from firstlight.engine.weights.accounts.gaps import SCALES, owners, shape_problem, weight_of
 from firstlight.engine.weights.accounts.gaps import Problem as Mismatch
 from firstlight.engine.weights.accounts.lots import Consumed, Lot, Parameters, Sources, with_numbers_of
 from firstlight.engine.weights.accounts.padding import has_more_rows
@@ -326,9 +327,14 @@ def _may_be_plain(scheme: Scheme, dims: int, roles: frozenset[str]) -> bool:
 
 
 def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[Kind]:
-    """Kinds of which nothing can be consumed: weights that no rule speaks of, and the scales beside these alone."""
+    """Kinds of which nothing can be consumed: weights that no rule speaks of, and the scales beside these alone.
+
+    Of a crowd that is everything that no rule speaks of, whatever it is.
+    """
     strange: dict[str, str] = {}
     known: set[str] = set()
+    crowds = [kind for kind in kinds if kind.kinds > 1]
+    kinds = [kind for kind in kinds if kind.kinds == 1]
     for kind in kinds:
         weight = weight_name(kind.pattern)
         if weight is not None and _is_strange(kind, weight, matcher, scheme):
@@ -338,11 +344,18 @@ def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[K
     parts = {part.suffix: part for format_ in scheme.formats for part in suffixes(format_)}
     weights = {weight for weight in strange.values() if weight not in known}
     beside = {name for weight in weights for part in parts.values() for name in part_names(weight, part)}
-    return [
+    found = [
         kind
         for kind in kinds
         if kind.pattern in strange or (kind.pattern in beside and matcher.knows_none_of(kind.pattern))
     ]
+    unknown = [crowd.those(crowd.chosen(partial(_is_unknown, matcher))) for crowd in crowds]
+    return [*found, *(part for part in unknown if len(part.tensors))]
+
+
+def _is_unknown(matcher: Matcher, pattern: str) -> bool:
+    """Whether no rule speaks of tensors, nor of weights that they may be parts of."""
+    return matcher.knows_none_of(pattern) and matcher.knows_none_of(weight_of(pattern))
 
 
 def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:

@@ -12,7 +12,7 @@ from firstlight.engine.findings import Finding
 from firstlight.engine.weights.files.double import COMPARED_BYTES, are_equal, copies_finding
 from firstlight.engine.weights.files.lines import Ints
 from firstlight.engine.weights.files.weight_map import WeightMap
-from firstlight.engine.weights.names.columns import common_keys, keys, places_of, radixes
+from firstlight.engine.weights.names.columns import common_keys, places_of, row_keys
 from firstlight.engine.weights.names.table import Table
 from firstlight.engine.weights.sources.base import ByteSource
 
@@ -24,9 +24,7 @@ _DIFFER, _EQUAL, _UNKNOWN = range(3)
 def settled_rows(table: Table, index: Mapping[str, str], source: ByteSource) -> tuple[Table, list[Finding]]:
     """One row for each name, where its first is; of those that occur more often it is that of the index's file."""
     rows = table.twice
-    radix = radixes(table.names.numbers)
-    assert radix is not None
-    key = keys(table.names.kinds[rows], table.names.numbers[rows], radix)
+    (key,) = row_keys((table.names.kinds[rows], table.names.numbers[rows]))
     _, first, group = np.unique(key, return_index=True, return_inverse=True)
     earliest = rows[first][group]
     later, earlier = rows[rows != earliest], earliest[rows != earliest]
@@ -50,8 +48,9 @@ def settled_rows(table: Table, index: Mapping[str, str], source: ByteSource) -> 
 def _chosen(table: Table, index: Mapping[str, str], rows: Ints) -> Ints:
     """The number of the file that the index has for each of these rows, -1 for none."""
     numbers = {file: number for number, file in enumerate(table.files)}
-    if isinstance(index, WeightMap) and (both := common_keys(table.names, index.names)) is not None:
-        places = places_of(both[0][rows], both[1])
+    if isinstance(index, WeightMap):
+        mine, listed = common_keys(table.names, index.names)
+        places = places_of(mine[rows], listed)
         files = np.array([numbers.get(file, -1) for file in index.files])
         return np.where(places >= 0, files[index.file[places]], -1)
     return np.array([numbers.get(index.get(name, ""), -1) for name in table.names.some(rows)], np.int64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -21,7 +20,7 @@ import msgspec
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal, named, warning
 from firstlight.engine.weights.files.json_text import ENDLESS, is_endless
-from firstlight.engine.weights.files.other_formats import foreign, refuse_other_formats
+from firstlight.engine.weights.files.other_formats import open_regular, refuse_other_formats, unreadable
 from firstlight.engine.weights.sources.base import AnyPath
 
 LIBRARY_CAP_BYTES = 100_000_000  # what the safetensors library accepts; larger headers are ours alone to read
@@ -103,7 +102,7 @@ def read_text(path: AnyPath) -> HeaderText:
     """The text of a header. Raises `Refused` for a file that can hold none."""
     file = path.name
     try:
-        with _open(path) as stream:
+        with open_regular(path) as stream:
             size = path.stat().st_size
             start = stream.read(16)
             length = int.from_bytes(start[:8], "little")
@@ -113,7 +112,7 @@ def read_text(path: AnyPath) -> HeaderText:
             stream.seek(8)
             return HeaderText(file, size, length, _read_text(file, stream, length))
     except OSError as error:
-        raise Refused(_unreadable(path, error)) from error
+        raise Refused(unreadable(path, error)) from error
 
 
 def refuse_dense(file: str, text: bytearray) -> None:
@@ -141,7 +140,7 @@ def header_bytes(paths: Iterable[AnyPath]) -> int:
     for path in paths:
         with contextlib.suppress(OSError, Refused):
             if isinstance(path, Path):
-                with _open(path) as stream:
+                with open_regular(path) as stream:
                     total += min(int.from_bytes(stream.read(8), "little"), path.stat().st_size)
     return total
 
@@ -199,34 +198,6 @@ def kind_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes
 
 
-def _open(path: AnyPath) -> BinaryIO:
-    """The file for reading; anything that is not a regular file is refused before it can block or fail."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        kind = "a directory" if path.is_dir() else "no regular file"
-        raise Refused(foreign(path.name, f"it is {kind}"))
-    return path.open("rb")
-
-
-def _unreadable(path: AnyPath, error: OSError) -> Finding:
-    if isinstance(path, Path) and path.is_symlink() and not path.exists():
-        return fatal(
-            "missing-shard",
-            f"{path.name} is a link to {path.readlink()}, which is not there",
-            file=path.name,
-            expected="a file",
-            found="a dangling link",
-            next=f"fetch {path.name} itself, or copy the link's target along",
-        )
-    return fatal(
-        "read-failed",
-        f"{path.name} cannot be read: {error.strerror}",
-        file=path.name,
-        expected="a readable file",
-        found=error.strerror,
-        next="check the permissions of the file and the health of the storage",
-    )
-
-
 def truncated(file: str, expected: int, size: int, tensors: Sequence[str]) -> Finding:
     """The finding for a file that ends before its tensors do, which are to end at `expected`."""
     return fatal(
@@ -253,13 +224,19 @@ def _cut_in_header(file: str, header_end: int, size: int) -> Finding:
 
 
 def _read_text(file: str, stream: BinaryIO, length: int) -> bytearray:
-    """The JSON text; a zero byte, as in a hole of a sparse file, ends the reading since no JSON text has one."""
-    text = bytearray()
-    while len(text) < length:
-        part = stream.read(min(STEP_BYTES, length - len(text)))
+    """The JSON text, less steps of blanks at its end, as writers pad it with.
+
+    A zero byte, as in a hole of a sparse file, ends the reading since no JSON text has one.
+    """
+    text, blanks = bytearray(), 0
+    while (done := len(text) + blanks) < length:
+        part = stream.read(min(STEP_BYTES, length - done))
+        if part and part == b" " * len(part):
+            blanks += len(part)
+            continue
         zero = part.find(0)
         if zero >= 0 or not part:
-            where = 8 + len(text) + max(zero, 0)
+            where = 8 + done + max(zero, 0)
             what = "a zero byte" if part else "the end of the file"
             raise Refused(
                 fatal(
@@ -271,7 +248,8 @@ def _read_text(file: str, stream: BinaryIO, length: int) -> bytearray:
                     next="fetch the file again: a download that reserved the file first was not finished",
                 )
             )
-        text += part
+        text += b" " * blanks + part
+        blanks = 0
     return text
 
 

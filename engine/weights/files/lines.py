@@ -7,7 +7,7 @@ parsers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.integer[Any]]
 STEP_BYTES = 1 << 19  # of text worked on at a time, so that arrays stay in the processor's caches
-MOST_NUMBERS = 6  # of a line
+MOST_NUMBERS = 16  # of a line
 MOST_DIGITS = 16
 _PAD = b" " * MOST_DIGITS  # before a text, so that there are so many bytes before every number
 _ZERO, _DOT, _QUOTE, _STAR, _BRACKET, _BRACE = b'0."*]}'
@@ -32,43 +32,73 @@ class Lines(NamedTuple):
     numbers: Ints
 
 
+def compact(text: bytes) -> bytes | None:
+    """JSON without the blanks between its parts; None where some may be inside of strings.
+
+    A string that holds one of `[]{},:` may lose a blank beside it: nothing that is read as lines has such names.
+    """
+    if not any(blank in text for blank in (b" ", b"\n", b"\t", b"\r")):
+        return text
+    found, start = [], 0
+    while start < len(text):
+        stop = text.find(b'"', start + STEP_BYTES) + 1 or len(text)
+        codes = np.frombuffer((b'"' if start else b"{") + text[start:stop] + b"}", np.uint8)
+        is_blank = _one_of(codes, b" \n\t\r")
+        edges = np.flatnonzero(is_blank[1:] != is_blank[:-1]) + 1
+        before, after = codes[edges[::2] - 1], codes[edges[1::2]]
+        if not np.all(_one_of(before, b"{[,:") | _one_of(after, b"]},:")):
+            return None
+        found.append(codes[~is_blank].tobytes()[1:-1])
+        start = stop
+    return b"".join(found)
+
+
+def _one_of(codes: NDArray[np.uint8], some: bytes) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.logical_or.reduce([codes == one for one in some])
+    return found
+
+
 def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
     """What stands between occurrences of `between`, the first byte of which ends each line and the text.
 
     Numbers are what a name has between its dots, or behind the last, and the two at the end of an entry of a header:
-    `a.3.w1":{"shape":[2],"data_offsets":[0,8]` is `a.*.w1":{"shape":[2],"data_offsets":[*,*]`.
-    None for text that has a backslash, a `*` or other than ASCII in it, numbers that are written unusually, or about as
-    many forms as lines.
+    `a.3.w1":{"shape":[2],"data_offsets":[0,8]` is `a.*.w1":{"shape":[2],"data_offsets":[*,*]`. Zeros before a number
+    stay in the form, and so do digits before its last `MOST_DIGITS` (`patterns.py` has names so as well).
+    None for text that is no UTF-8, has a backslash or a `*` in it, or very many numbers in a line.
     """
-    if b"\\" in text or b"*" in text or not text.isascii():
+    if b"\\" in text or b"*" in text:
         return None
     known: dict[bytes, int] = {}
-    stars: list[int] = []  # of each form
+    stars = np.zeros(0, np.int64)  # of each form
     ids: list[Ints] = []
     numbers: list[Ints] = []
-    lines = 0
     for part in _parts(text, between):
-        collapsed = _collapse(part)
-        if collapsed is None:
-            return None
-        found = collapsed[0].split(between)
-        lines += len(found)
-        for form in dict.fromkeys(found):
-            if form not in known:
-                known[form] = len(known)
-                stars.append(form.count(b"*"))
-        if 4 * len(known) > lines + 1024:
-            return None
+        collapsed, of_part = _collapse(part)
+        found = collapsed.split(between)
+        fresh = [form for form in dict.fromkeys(found) if form not in known]
+        known.update(zip(fresh, range(len(known), len(known) + len(fresh)), strict=True))
+        if fresh:
+            stars = np.concatenate((stars, [form.count(b"*") for form in fresh]))
         ids.append(np.fromiter(map(known.__getitem__, found), np.int32, len(found)))
-        counts = np.array(stars)[ids[-1]]
-        if counts.sum() != len(collapsed[1]) or counts.max() > MOST_NUMBERS:
+        counts = stars[ids[-1]]
+        if counts.sum() != len(of_part) or counts.max() > MOST_NUMBERS:
             return None
-        numbers.append(_by_line(collapsed[1], counts))
+        numbers.append(_by_line(of_part, counts))
     most = max(of_it.shape[1] for of_it in numbers)
-    table = np.zeros((lines, most), np.int64)
+    table = np.zeros((sum(map(len, ids)), most), np.int64)
     for of_it, stop in zip(numbers, np.cumsum([len(of_it) for of_it in numbers]), strict=True):
         table[stop - len(of_it) : stop, : of_it.shape[1]] = of_it
-    return Lines([form.decode() for form in known], np.concatenate(ids), table)
+    try:
+        forms = [form.decode() for form in known]
+    except UnicodeDecodeError:
+        return None
+    return Lines(forms, np.concatenate(ids), table)
+
+
+def counted(items: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
+    """Distinct items, in the order in which they come, and which of these each is."""
+    numbers = dict(zip(there := tuple(dict.fromkeys(items)), range(len(items)), strict=False))
+    return there, np.fromiter(map(numbers.__getitem__, items), np.int32, len(items))
 
 
 def _parts(text: bytes | bytearray, between: bytes) -> Iterator[bytes]:
@@ -81,22 +111,19 @@ def _parts(text: bytes | bytearray, between: bytes) -> Iterator[bytes]:
         start = stop + len(between)
 
 
-def _collapse(text: bytes) -> tuple[bytes, Ints] | None:
-    """The text, less its last byte, with `*` for numbers, and the numbers; None where one has a zero before it, or too
-    many digits.
-    """
+def _collapse(text: bytes) -> tuple[bytes, Ints]:
+    """The text, less its last byte, with `*` for numbers, and the numbers."""
     text = _PAD + text + b" "
     codes = np.frombuffer(text, np.uint8)
     is_digit = codes - np.uint8(_ZERO) < 10
-    edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
+    edges: Ints = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
     starts, stops = edges[::2], edges[1::2]
     chosen = _are_numbers(codes, starts, stops)
-    starts, stops = starts[chosen], stops[chosen]
+    stops = stops[chosen]
+    if not len(stops):
+        return text[len(_PAD) : -2], stops
+    starts = _as_written(codes, starts[chosen], stops)
     lengths = stops - starts
-    if not len(starts):
-        return text[len(_PAD) : -2], starts
-    if lengths.max() > MOST_DIGITS or np.any((codes[starts] == _ZERO) & (lengths > 1)):
-        return None
     collapsed, kept = codes.copy(), np.ones(len(codes), bool)
     collapsed[starts] = _STAR
     places, left = starts, lengths
@@ -113,6 +140,15 @@ def _are_numbers(codes: NDArray[np.uint8], starts: Ints, stops: Ints) -> NDArray
     chosen = (before == _DOT) & ((after == _DOT) | (after == _QUOTE)) | last
     chosen[:-1] |= last[1:]
     return chosen
+
+
+def _as_written(codes: NDArray[np.uint8], starts: Ints, stops: Ints) -> Ints:
+    """Where numbers start that are written as numbers are, without a zero before them."""
+    starts = np.maximum(starts, stops - MOST_DIGITS)
+    padded = np.flatnonzero(codes[starts] == _ZERO)
+    while len(padded := padded[(stops[padded] - starts[padded] > 1) & (codes[starts[padded]] == _ZERO)]):
+        starts[padded] += 1
+    return starts
 
 
 def numbers_before(text: bytes, stops: Ints, lengths: Ints) -> Ints:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.weights.sources.base import AnyPath
 
 HEADER_LIMIT_BYTES = 1 << 30
 
@@ -58,4 +63,33 @@ def foreign(file: str, found: str) -> Finding:
         expected="8 bytes of header length, then '{'",
         found=found,
         next="fetch the safetensors file of the release; other formats are not read",
+    )
+
+
+def open_regular(path: AnyPath) -> BinaryIO:
+    """The file for reading; anything that is not a regular file is refused before it can block or fail."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = "a directory" if path.is_dir() else "no regular file"
+        raise Refused(foreign(path.name, f"it is {kind}"))
+    return path.open("rb")
+
+
+def unreadable(path: AnyPath, error: OSError) -> Finding:
+    """The finding for a file that the system does not read."""
+    if isinstance(path, Path) and path.is_symlink() and not path.exists():
+        return fatal(
+            "missing-shard",
+            f"{path.name} is a link to {path.readlink()}, which is not there",
+            file=path.name,
+            expected="a file",
+            found="a dangling link",
+            next=f"fetch {path.name} itself, or copy the link's target along",
+        )
+    return fatal(
+        "read-failed",
+        f"{path.name} cannot be read: {error.strerror}",
+        file=path.name,
+        expected="a readable file",
+        found=error.strerror,
+        next="check the permissions of the file and the health of the storage",
     )

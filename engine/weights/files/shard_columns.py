@@ -31,45 +31,42 @@ from firstlight.engine.weights.files.header import (
     trailing,
     truncated,
 )
-from firstlight.engine.weights.files.lines import Ints, Lines, read_lines
-from firstlight.engine.weights.names.columns import Names, keys, radixes, repeated
+from firstlight.engine.weights.files.lines import Ints, compact, counted, read_lines
+from firstlight.engine.weights.names.columns import Names, repeated, row_keys
 from firstlight.engine.weights.sources.base import AnyPath
 
-NAME = r'([^"\\{}\[\],:\x00-\x1f]*)'
+NO_NAME = re.compile(r'["\\{}\[\],:\x00-\x1f]')  # what is in no name here: others go to the plain parser
 _NUMBER = r"(?:0|[1-9]\d{0,17})"
-_ENTRY = re.compile(
-    rf'{NAME}": ?\{{"dtype": ?"(\w+)", ?"shape": ?\[({_NUMBER}(?:, ?{_NUMBER})*)?\], ?"data_offsets": ?\[\*, ?\*\]',
+_FORM = re.compile(
+    rf'\{{"dtype":"(\w+)","shape":\[({_NUMBER}(?:,{_NUMBER})*)?\],"data_offsets":\[\*,\*\]',
     re.ASCII,
 )
 NONE = -(1 << 62)  # bytes of what can be no tensor
-_OPENING = b'{"__metadata__":'
-_BETWEEN = (b'},"', b'}, "')  # entries, as most writers have it
+_OPENING = re.compile(rb'\s*\{\s*(?:"__metadata__"\s*:\s*(\{[^{}]*\})\s*,\s*)?"')
+_BETWEEN = b'},"'  # entries
 
 
 class Form(NamedTuple):
-    """What tensors of one pattern of names, dtype and shape share."""
+    """What tensors of one dtype and shape share."""
 
-    pattern: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
 class ShardColumns(NamedTuple):
-    """One shard's tensors: form, numbers of the name, where the data begins in the file; and what is wrong with it."""
+    """One shard's tensors: name, form, where the data begins in the file; and what is wrong with it."""
 
     file: str
+    names: Names
     forms: tuple[Form, ...]
-    ids: Ints
-    numbers: Ints
+    form: Ints
     offsets: Ints
     findings: tuple[Finding, ...] = ()
 
-    def names(self, rows: Ints) -> Sequence[str]:
-        """The names of rows, in their order where they are few."""
-        patterns = {form.pattern: number for number, form in enumerate(self.forms)}
-        kinds = np.array([patterns[form.pattern] for form in self.forms])[self.ids]
-        return Names([form.pattern for form in self.forms], kinds, self.numbers).listed(rows)
+    def at(self, rows: Ints | NDArray[np.bool_]) -> ShardColumns:
+        """Some of the tensors."""
+        return ShardColumns(self.file, self.names.at(rows), self.forms, self.form[rows], self.offsets[rows])
 
 
 def read_shard(path: AnyPath) -> ShardColumns | Header:
@@ -86,48 +83,42 @@ def columns_of(written: HeaderText) -> ShardColumns | None:
     """The columns of a header that is written as most are, checked as the plain parser does; else None."""
     file, size, length, text = written
     refuse_dense(file, text)
-    read = _entries(text)
+    read = _entries(file, text)
     if read is None:
         return None
-    forms, lines = read
-    (starts, stops), numbers = _offsets(forms, lines)
-    nbytes = np.array([form.nbytes for form in forms])[lines.ids]
-    order: slice | Ints = slice(None)
+    found, starts, stops = read
+    (keys,) = row_keys((found.names.kinds, found.names.numbers))
+    if len(repeated(keys)):
+        return None
+    nbytes = np.array([form.nbytes for form in found.forms])[found.form]
     is_wrong = stops - starts != nbytes
     if not is_wrong.any() and not _is_whole(starts, stops, size - 8 - length):
         order = np.lexsort((nbytes, starts))
-        starts, stops = starts[order], stops[order]
-    found = ShardColumns(file, forms, lines.ids[order], numbers[order], starts + (8 + length))
-    if not _are_apart(found):
-        return None
+        found, starts, stops = found.at(order), starts[order], stops[order]
+    found = found._replace(offsets=starts + (8 + length))
     if is_wrong.any():
         findings = list(_wrong_entries(found, starts, stops, is_wrong))
-        found = _those(found, ~is_wrong)
-        starts, stops = starts[~is_wrong], stops[~is_wrong]
+        found, starts, stops = found.at(~is_wrong), starts[~is_wrong], stops[~is_wrong]
     else:
         findings = list(_layout(found, starts, stops))
     findings.extend(_size_problems(found, stops, size - 8 - length, size, whole=not findings))
     if length > LIBRARY_CAP_BYTES:
-        findings.append(over_the_cap(file, length, len(found.ids)))
+        findings.append(over_the_cap(file, length, len(found.form)))
     return found._replace(findings=tuple(findings))
-
-
-def _those(found: ShardColumns, chosen: NDArray[np.bool_]) -> ShardColumns:
-    columns = (found.ids[chosen], found.numbers[chosen], found.offsets[chosen])
-    return ShardColumns(found.file, found.forms, *columns)
 
 
 def _wrong_entries(found: ShardColumns, starts: Ints, stops: Ints, is_wrong: NDArray[np.bool_]) -> Iterator[Finding]:
     """Entries whose dtype, shape and place cannot be, one finding a kind of problem."""
     wrong: dict[str, tuple[str, str, list[Ints]]] = {}
     bad = np.flatnonzero(is_wrong)
-    of_form = (bad[found.ids[bad] == form] for form in np.unique(found.ids[bad]))
+    order = np.argsort(found.form[bad], kind="stable")
+    of_form = np.split(bad[order], np.unique(found.form[bad][order], return_index=True)[1][1:])
     for rows in sorted(of_form, key=lambda rows: int(rows[0])):
-        form, first = found.forms[found.ids[rows[0]]], rows[0]
+        form, first = found.forms[found.form[rows[0]]], rows[0]
         kind, expected, was = entry_problem(form.dtype, form.shape, (int(starts[first]), int(stops[first])))
         wrong.setdefault(kind, (expected, was, []))[2].append(rows)
     for kind, (expected, was, parts) in wrong.items():
-        yield invalid(found.file, found.names(np.sort(np.concatenate(parts))), kind, expected, was)
+        yield invalid(found.file, found.names.listed(np.sort(np.concatenate(parts))), kind, expected, was)
 
 
 def _layout(found: ShardColumns, starts: Ints, stops: Ints) -> Iterator[Finding]:
@@ -137,13 +128,13 @@ def _layout(found: ShardColumns, starts: Ints, stops: Ints) -> Iterator[Finding]
     wrong = [(np.flatnonzero(is_so), kind) for kind, is_so in parts if is_so.any()]
     for rows, kind in sorted(wrong, key=lambda item: int(item[0][0])):
         expected, was = (f"data from byte {int(where[rows[0]]):,}" for where in (ends, starts))
-        yield invalid(found.file, found.names(rows), kind, expected, was)
+        yield invalid(found.file, found.names.listed(rows), kind, expected, was)
 
 
 def _size_problems(found: ShardColumns, stops: Ints, payload: int, size: int, whole: bool) -> Iterator[Finding]:
     end = int(stops.max(initial=0))
     if end > payload:
-        yield truncated(found.file, size - payload + end, size, found.names(np.flatnonzero(stops > payload)))
+        yield truncated(found.file, size - payload + end, size, found.names.listed(np.flatnonzero(stops > payload)))
     elif end < payload and whole:
         yield trailing(found.file, size - payload + end, size)
 
@@ -151,68 +142,58 @@ def _size_problems(found: ShardColumns, stops: Ints, payload: int, size: int, wh
 def columns_of_tensors(file: str, tensors: Sequence[TensorInfo]) -> ShardColumns | None:
     """Columns of tensors that the plain parser found; None where their names are unusual."""
     entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": (0, 0)} for t in tensors}
-    read = _entries(bytearray(msgspec.json.encode(entries))) if entries else None
-    if read is None:
-        return None
-    forms, lines = read
-    _, numbers = _offsets(forms, lines)
-    return ShardColumns(file, forms, lines.ids, numbers, np.array([t.offset_bytes for t in tensors]))
+    read = _entries(file, bytearray(msgspec.json.encode(entries))) if entries else None
+    return None if read is None else read[0]._replace(offsets=np.array([t.offset_bytes for t in tensors]))
 
 
-def _entries(text: bytearray) -> tuple[tuple[Form, ...], Lines] | None:
-    """Entries by form, if there are any and nothing about them is unusual; what they say is not checked yet."""
-    text = text.rstrip(b" \t\r\n")
-    between = next((between for between in _BETWEEN if between in text), _BETWEEN[0])
-    start = 2
-    if text.startswith(_OPENING):
-        start = text.find(b"}") + 1
-        try:
-            decode_metadata(text[len(_OPENING) : start])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        if not text.startswith(between[1:], start):
-            return None
-        start += len(between) - 1
-    elif not text.startswith(b'{"'):
+def _entries(file: str, text: bytearray) -> tuple[ShardColumns, Ints, Ints] | None:
+    """The entries of a header, and where the data of each starts and stops, if there are any and nothing about them is
+    unusual; what they say is not checked yet.
+    """
+    opening = _OPENING.match(text)
+    if opening is None:
         return None
-    lines = read_lines(text[start:-1], between) if text.endswith(b"]}}") else None
+    try:
+        if opening[1] is not None:
+            decode_metadata(opening[1])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    body = bytes(text[opening.end() : text.rfind(b"}") + 1])
+    if text[opening.end() + len(body) :].strip():
+        return None
+    body = compact(body) or body  # blanks that are not between parts are in names, or for the plain parser
+    lines = read_lines(body[:-1], _BETWEEN) if body.endswith(b"]}}") else None
     if lines is None:
         return None
-    found = tuple(map(_form, lines.forms))
-    forms = tuple(form for form in found if form is not None)
-    return (forms, lines) if len(forms) == len(found) else None
-
-
-def _form(line: str) -> Form | None:
-    match = _ENTRY.fullmatch(line)
-    if match is None or match[1] == METADATA:
+    heads, _, tails = zip(*(line.partition('":') for line in lines.forms), strict=True)
+    patterns, kinds = counted(heads)
+    if METADATA in patterns or NO_NAME.search("".join(patterns)):
         return None
-    pattern, dtype = match[1], match[2]
-    shape = tuple(map(int, match[3].split(","))) if match[3] else ()
+    texts, form = counted(tails)
+    forms = tuple(form for form in map(_form, texts) if form is not None)
+    if len(forms) < len(texts):
+        return None
+    kinds = kinds[lines.ids]
+    stars = np.array([pattern.count("*") for pattern in patterns])[kinds]
+    rows = np.arange(len(kinds))
+    starts, stops = lines.numbers[rows, stars], lines.numbers[rows, stars + 1]
+    numbers = lines.numbers[:, : int(stars.max())]
+    names = Names(patterns, kinds, np.where(np.arange(numbers.shape[1]) < stars[:, None], numbers, 0))
+    return ShardColumns(file, names, forms, form[lines.ids], starts), starts, stops
+
+
+def _form(text: str) -> Form | None:
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return None
+    dtype, shape = match[1], tuple(map(int, match[2].split(","))) if match[2] else ()
     try:
         nbytes = kind_bytes(dtype, shape)
     except (KeyError, ValueError):
-        return Form(pattern, dtype, shape, NONE)
-    return Form(pattern, dtype, shape, nbytes) if nbytes < 1 << 62 else None
-
-
-def _offsets(forms: Sequence[Form], lines: Lines) -> tuple[tuple[Ints, Ints], Ints]:
-    """Where the data of each tensor starts and stops, and the numbers of its name."""
-    stars = np.array([form.pattern.count("*") for form in forms])[lines.ids]
-    rows = np.arange(len(stars))
-    starts, stops = lines.numbers[rows, stars], lines.numbers[rows, stars + 1]
-    numbers = lines.numbers[:, : int(stars.max())]
-    return (starts, stops), np.where(np.arange(numbers.shape[1]) < stars[:, None], numbers, 0)
+        return Form(dtype, shape, NONE)
+    return Form(dtype, shape, nbytes) if nbytes < 1 << 62 else None
 
 
 def _is_whole(starts: Ints, stops: Ints, payload_bytes: int) -> bool:
     """Whether data follow each other without a gap from first to last."""
     return bool(starts[0] == 0 and stops[-1] == payload_bytes and np.array_equal(starts[1:], stops[:-1]))
-
-
-def _are_apart(found: ShardColumns) -> bool:
-    """Whether no name occurs twice."""
-    patterns = {form.pattern: number for number, form in enumerate(found.forms)}
-    kinds = np.array([patterns[form.pattern] for form in found.forms])[found.ids]
-    radix = radixes(found.numbers)
-    return radix is not None and not len(repeated(keys(kinds, found.numbers, radix)))

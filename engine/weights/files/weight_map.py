@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 
 from firstlight.engine.weights.files.index import Differences, differences
-from firstlight.engine.weights.files.lines import Ints, read_lines
-from firstlight.engine.weights.files.shard_columns import NAME
-from firstlight.engine.weights.names.columns import Names, common_keys, keys, places_of, radixes, repeated
+from firstlight.engine.weights.files.lines import Ints, counted, read_lines
+from firstlight.engine.weights.files.shard_columns import NO_NAME
+from firstlight.engine.weights.names.columns import Names, common_keys, places_of, repeated, row_keys
 from firstlight.engine.weights.names.listed import Group
 from firstlight.engine.weights.names.table import Table
 
 _OPENING = re.compile(rb'"weight_map"\s*:\s*\{\s*"')
 _BETWEEN = re.compile(rb'"(,\s*")')
-_LINE = re.compile(rf'{NAME}": ?"([^"\\{{}}\[\],:*\x00-\x1f]*)')
+_FILE = re.compile(r' ?"([^"\\{}\[\],:*\x00-\x1f]*)')
 
 
 class WeightMap(Mapping[str, str]):
@@ -51,15 +51,14 @@ class WeightMap(Mapping[str, str]):
 
     def by_pattern(self) -> Iterator[tuple[Group, list[str]]]:
         """The tensors by pattern, with the file of each."""
-        for rows in self.names.by_kind:
-            if len(rows):
-                (group,) = self.names.groups(rows)
-                yield group, [self.files[number] for number in self.file[rows].tolist()]
+        for kind in np.flatnonzero(self.names.counts).tolist():
+            rows = self.names.of_kind(kind)
+            (group,) = self.names.groups(rows)
+            yield group, [self.files[number] for number in self.file[rows].tolist()]
 
     def those(self, rows: Ints) -> WeightMap:
         """Some of the entries."""
-        names = Names(self.names.patterns, self.names.kinds[rows], self.names.numbers[rows])
-        return WeightMap(names, self.files, self.file[rows])
+        return WeightMap(self.names.at(rows), self.files, self.file[rows])
 
 
 class _Values(ValuesView[str]):
@@ -92,18 +91,19 @@ def read_weight_map(text: bytes) -> tuple[WeightMap, bytes] | None:
 
 def _of_lines(entries: bytes, between: bytes) -> WeightMap | None:
     lines = read_lines(entries, between)
-    matches = [_LINE.fullmatch(form) for form in lines.forms] if lines is not None else [None]
-    pairs = [(match[1], match[2]) for match in matches if match is not None]
-    if lines is None or len(pairs) < len(matches):
+    if lines is None:
         return None
-    patterns = {pattern: number for number, pattern in enumerate(dict.fromkeys(pattern for pattern, _ in pairs))}
-    files = {file: number for number, file in enumerate(dict.fromkeys(file for _, file in pairs))}
-    kinds = np.array([patterns[pattern] for pattern, _ in pairs], np.int32)[lines.ids]
-    file = np.array([files[file] for _, file in pairs], np.int32)[lines.ids]
-    radix = radixes(lines.numbers)
-    if radix is None or len(repeated(keys(kinds, lines.numbers, radix))):
+    names, _, texts = zip(*(form.partition('":') for form in lines.forms), strict=True)
+    patterns, kinds = counted(names)
+    files, file = counted(texts)
+    matches = [match[1] for text in files if (match := _FILE.fullmatch(text)) is not None]
+    if len(matches) < len(files) or NO_NAME.search("".join(patterns)):
         return None
-    return WeightMap(Names(tuple(patterns), kinds, lines.numbers), tuple(files), file)
+    kinds = kinds[lines.ids]
+    (keys,) = row_keys((kinds, lines.numbers))
+    if len(repeated(keys)):
+        return None
+    return WeightMap(Names(patterns, kinds, lines.numbers), matches, file[lines.ids])
 
 
 def unlike(weight_map: Mapping[str, str], tensors: Table) -> Differences:
@@ -114,13 +114,12 @@ def unlike(weight_map: Mapping[str, str], tensors: Table) -> Differences:
         if found is None:
             return differences(weight_map, dict(tensors.items()))
         weight_map = found
-    names, both = tensors.names, common_keys(tensors.names, weight_map.names)
-    if both is None:
-        return differences(dict(weight_map), dict(tensors.items()))
-    mine, listed = both
+    names = tensors.names
+    mine, listed = common_keys(names, weight_map.names)
     row = np.arange(len(mine)) if np.array_equal(mine, listed) else places_of(listed, mine)
     there = row >= 0  # of each that is listed
-    files = np.array([tensors.files.index(file) if file in tensors.files else -1 for file in weight_map.files])
+    numbers = {file: number for number, file in enumerate(tensors.files)}
+    files = np.array([numbers.get(file, -1) for file in weight_map.files])
     is_moved = there & (files[weight_map.file] != tensors.place.file[row])
     is_unlisted = np.ones(len(mine), bool)
     is_unlisted[row[there]] = False

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping
-from itertools import product
 from typing import Any, Protocol
 
-from firstlight.engine.model.rules import WeightRule
+from firstlight.engine.model.rules import WeightRule, choices
 from firstlight.engine.model.spec import Param
 from firstlight.engine.weights.files.header import dtype_bytes
 from firstlight.engine.weights.formats.announced import announced
@@ -105,7 +104,7 @@ class TensorNames:
         for rule in rules:
             for param in rule.params:
                 pattern = re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(param)))
-                for tensor in _choices(rule.tensor):
+                for tensor in choices(rule.tensor):
                     self._patterns.setdefault(re.sub(r"\{\w+\}|\d+", "#", param), []).append((pattern, tensor))
 
     def of(self, param: str) -> tuple[str, ...]:
@@ -117,13 +116,6 @@ class TensorNames:
             if numbers is not None:
                 found.append(re.sub(r"\{(\w+)\}", lambda name, n=numbers: n[name[1]], tensor))  # type: ignore[misc]
         return tuple(found)
-
-
-def _choices(tensor: str) -> list[str]:
-    """A tensor pattern with each of its alternatives: `(model.|)norm` is `model.norm` and `norm`."""
-    pieces = re.split(r"\(([^)]*)\)", tensor)
-    options = [piece.split("|") if index % 2 else [piece] for index, piece in enumerate(pieces)]
-    return ["".join(chosen) for chosen in product(*options)]
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -7,21 +7,20 @@ is that parser.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from firstlight.engine.findings import MOST_TENSORS
 from firstlight.engine.weights.files.lines import Ints
-from firstlight.engine.weights.names.listed import Listed, Numbered
-from firstlight.engine.weights.names.patterns import patterns
+from firstlight.engine.weights.names.listed import Group, Listed, Numbered
+from firstlight.engine.weights.names.patterns import parted
 
-_MOST_KEYS = 1 << 42  # of a pattern; with a million patterns they are below 2^62
-_MOST_DIGITS = 18
+_MOST_KEYS = 1 << 62
 _FEW = 16  # names of a kind that are looked for one by one
-_NUMBER = re.compile(r"\.(\d+)(?=\.|\Z)")
+_MOST_GROUPS = 5_000  # of names that are told apart by pattern
 
 
 class Names:
@@ -29,12 +28,20 @@ class Names:
 
     def __init__(self, patterns: Sequence[str], kinds: Ints, numbers: Ints) -> None:
         self.patterns, self.kinds, self.numbers = tuple(patterns), kinds, numbers
-        self.stars = [pattern.count("*") for pattern in self.patterns]
         self._rows: dict[int, dict[tuple[int, ...], int]] = {}
         self._asked: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.kinds)
+
+    def at(self, rows: Ints | NDArray[np.bool_]) -> Names:
+        """Some of the names."""
+        return Names(self.patterns, self.kinds[rows], self.numbers[rows])
+
+    @cached_property
+    def stars(self) -> list[int]:
+        """How many numbers a name of each pattern has."""
+        return [pattern.count("*") for pattern in self.patterns]
 
     def of(self, kind: int, rows: Ints, pattern: str | None = None) -> list[str]:
         """Names of rows of one kind, or what they are by another pattern of as many stars."""
@@ -43,19 +50,39 @@ class Names:
 
     def some(self, rows: Ints) -> list[str]:
         """Names of any rows."""
-        found = np.empty(len(rows), object)
         kinds = self.kinds[rows]
-        for kind in np.unique(kinds).tolist():
+        there = np.unique(kinds)
+        if _FEW * len(there) > len(rows):
+            return self._one_by_one(kinds.tolist(), self.numbers[rows].tolist())
+        found = np.empty(len(rows), object)
+        for kind in there.tolist():
             places = np.flatnonzero(kinds == kind)
             found[places] = self.of(kind, rows[places])
         names: list[str] = found.tolist()
         return names
 
+    def _one_by_one(self, kinds: list[int], numbers: list[list[int]]) -> list[str]:
+        """The same of names that have few of a kind."""
+        forms = {kind: _form(self.patterns[kind]) for kind in set(kinds) if self.stars[kind]}
+        return [
+            forms[kind] % tuple(row[: self.stars[kind]]) if kind in forms else self.patterns[kind]
+            for kind, row in zip(kinds, numbers, strict=True)
+        ]
+
     @cached_property
-    def by_kind(self) -> list[Ints]:
-        """The rows of each kind, in order."""
-        order = np.argsort(self.kinds, kind="stable")
-        return np.split(order, np.cumsum(np.bincount(self.kinds, minlength=len(self.patterns)))[:-1])
+    def _by_kind(self) -> tuple[Ints, Ints]:
+        """All rows, kind by kind, and where those of each kind stop."""
+        return np.argsort(self.kinds, kind="stable"), np.cumsum(np.bincount(self.kinds, minlength=len(self.patterns)))
+
+    def of_kind(self, kind: int) -> Ints:
+        """The rows of a kind, in order."""
+        rows, stops = self._by_kind
+        return rows[stops[kind - 1] if kind else 0 : stops[kind]]
+
+    @cached_property
+    def counts(self) -> Ints:
+        """How many names each kind has."""
+        return np.diff(self._by_kind[1], prepend=0)
 
     @cached_property
     def _by_pattern(self) -> dict[str, int]:
@@ -65,9 +92,11 @@ class Names:
         """Names of any rows: in their order where a finding names them all, else kind by kind."""
         return self.some(rows) if len(rows) <= MOST_TENSORS else Listed(groups=self.groups(rows))
 
-    def groups(self, rows: Ints) -> list[Rows]:
-        """The names of rows by kind, kinds in the order in which they come."""
+    def groups(self, rows: Ints) -> list[Group]:
+        """The names of rows by kind, kinds in the order in which they come; those of very many kinds together."""
         kinds = self.kinds[rows]
+        if (count := len(np.unique(kinds))) > _MOST_GROUPS:
+            return [Motley(self, rows, count)]
         order = np.argsort(kinds, kind="stable")
         there, first = np.unique(kinds[order], return_index=True)
         parts = zip(there.tolist(), np.split(order, first[1:]), strict=True) if len(rows) else ()
@@ -76,13 +105,13 @@ class Names:
 
     def find(self, name: str) -> int | None:
         """The row of a name; None where there is none."""
-        pattern, numbers = numbers_in(name) or ("", ())
+        pattern, numbers = parted(name)
         kind = self._by_pattern.get(pattern)
-        if kind is None:
+        if kind is None or self.stars[kind] != len(numbers):  # a name with a star of its own
             return None
         if kind not in self._rows and self._asked.setdefault(kind, 0) < _FEW:  # without a table of them all
             self._asked[kind] += 1
-            rows = self.by_kind[kind]
+            rows = self.of_kind(kind)
             found = rows[(self.numbers[rows, : self.stars[kind]] == np.array(numbers, np.int64)).all(axis=1)]
             return int(found[0]) if len(found) else None
         return self.rows_of(kind).get(numbers)
@@ -90,7 +119,7 @@ class Names:
     def rows_of(self, kind: int) -> dict[tuple[int, ...], int]:
         """Row by numbers, of one kind."""
         if kind not in self._rows:
-            rows = self.by_kind[kind]
+            rows = self.of_kind(kind)
             columns = self.numbers[rows, : self.stars[kind]].T.tolist()
             self._rows[kind] = dict(zip(zip(*columns, strict=True) if columns else [()], rows.tolist(), strict=True))
         return self._rows[kind]
@@ -117,56 +146,79 @@ class Rows(Numbered):
         return len(self._numbers)
 
 
-def numbers_in(name: str) -> tuple[str, tuple[int, ...]] | None:
-    """The pattern and the numbers that a name is made of; None where these are written unusually."""
-    texts = _NUMBER.findall(name)
-    if any(len(text) > _MOST_DIGITS or str(int(text)) != text for text in texts) or "*" in name:
-        return None
-    return patterns([name])[0], tuple(map(int, texts))
+class Motley(Group):
+    """Names of very many patterns, which are not told apart."""
+
+    def __init__(self, names: Names, rows: Ints, count: int) -> None:
+        self.pattern = f"\n{id(self)}"  # that no name has
+        self.kinds, self._names, self._rows = count, names, rows
+
+    def some(self, start: int, stop: int) -> list[str]:
+        return self._names.some(self._rows[start:stop])
+
+    @property
+    def columns(self) -> list[list[int]]:
+        return []
+
+    @property
+    def range(self) -> str:
+        return f"{self[0]} and others of {self.kinds:,} kinds"
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def filled(pattern: str, numbers: Ints) -> list[str]:
     """The pattern with each row of numbers in place of its stars."""
     if not numbers.shape[1]:
         return [pattern] * len(numbers)
-    form = pattern.replace("%", "%%").replace("*", "%d")
+    form = _form(pattern)
     return [form % row for row in zip(*numbers.T.tolist(), strict=True)]
 
 
-def radixes(*tables: Ints) -> list[int] | None:
-    """For each column one more than its largest number in any table; None where keys would be too large."""
-    most = max(table.shape[1] for table in tables)
-    found = [
-        1 + max((int(table[:, place].max(initial=0)) for table in tables if place < table.shape[1]), default=0)
-        for place in range(most)
-    ]
-    keys = 1
-    for radix in found:
-        keys *= radix
-    return found if keys < _MOST_KEYS else None
+def _form(pattern: str) -> str:
+    return pattern.replace("%", "%%").replace("*", "%d")
 
 
-def keys(kinds: Ints, numbers: Ints, radix: Sequence[int]) -> Ints:
-    """One number for each row, the same for equal kinds and numbers and for no others."""
-    found = kinds.astype(np.int64)
-    for place, size in enumerate(radix):
-        found *= size
-        if place < numbers.shape[1]:
-            found += numbers[:, place]
+def row_keys(*tables: tuple[Ints, Ints]) -> list[Ints]:
+    """One number for each row of each table, the same for equal kinds and numbers and for no others.
+
+    Tables are kinds [rows] and numbers [rows, columns]; columns that a table lacks are zeros.
+    """
+    lengths = np.cumsum([len(kinds) for kinds, _ in tables])[:-1]
+    found: list[Ints] = [kinds.astype(np.int64) for kinds, _ in tables]
+    bound = 1 + max(int(kinds.max(initial=0)) for kinds in found)
+    for place in range(max(numbers.shape[1] for _, numbers in tables)):
+        columns: list[Ints] = [
+            numbers[:, place] if place < numbers.shape[1] else np.zeros(len(numbers), np.int64) for _, numbers in tables
+        ]
+        size = 1 + max(int(column.max(initial=0)) for column in columns)
+        if size == 1:
+            continue
+        if bound > _MOST_KEYS // size:  # they are counted instead, as far as they occur
+            found, bound = _counted(found, lengths)
+            columns, size = _counted(columns, lengths)
+        found = [key * size + column for key, column in zip(found, columns, strict=True)]
+        bound *= size
     return found
 
 
-def common_keys(one: Names, other: Names) -> tuple[Ints, Ints] | None:
-    """One number for each row of both, the same for equal names and for no others; None where they are too large."""
-    radix = radixes(one.numbers, other.numbers)
-    if radix is None:
-        return None
+def _counted(columns: Sequence[Ints], lengths: Ints) -> tuple[list[Ints], int]:
+    """Small numbers in place of large ones, and how many there are."""
+    there, small = np.unique(np.concatenate(columns), return_inverse=True)
+    return np.split(small, lengths), len(there)
+
+
+def common_keys(one: Names, other: Names) -> list[Ints]:
+    """One number for each row of both, the same for equal names and for no others."""
+    if one.patterns == other.patterns:
+        return row_keys(*((names.kinds, names.numbers) for names in (one, other)))
     numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(one.patterns + other.patterns))}
-    found = (
-        keys(np.array([numbers[pattern] for pattern in names.patterns])[names.kinds], names.numbers, radix)
+    tables = (
+        (np.array([numbers[pattern] for pattern in names.patterns])[names.kinds], names.numbers)
         for names in (one, other)
     )
-    return next(found), next(found)
+    return row_keys(*tables)
 
 
 def places_of(asked: Ints, among: Ints) -> Ints:

@@ -15,9 +15,10 @@ from firstlight.engine.weights.names.patterns import grouped, numbers, with_numb
 
 
 class Group(Sequence[str]):
-    """Names of one pattern."""
+    """Names of one pattern, or, in `kinds` patterns, of many that are not told apart."""
 
     pattern: str
+    kinds: int = 1
 
     @abstractmethod
     def some(self, start: int, stop: int) -> list[str]:

@@ -11,20 +11,34 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from typing import TypeVar
 
-_IN_TEXT = re.compile(r"\.\d+(?=[.\n]|\Z)")
-_IN_NAME = re.compile(r"\.\d+(?=\.|\Z)")
+_USUAL = r"0|[1-9][0-9]{0,15}"
+_IN_TEXT = re.compile(rf"\.(?:{_USUAL})(?=[.\n]|\Z)")
+_REST_IN_TEXT = re.compile(rf"\.([0-9]+?)(?:{_USUAL})(?=[.\n]|\Z)")
+_IN_NAME = re.compile(rf"\.([0-9]*?)({_USUAL})(?=\.|\Z)")
+_STAR = re.compile(r"(?<=\.)[0-9]*\*(?=\.|\Z)")
+_STARRED = re.compile(r"[0-9]*\*")
 _MOST_RUNS = 4  # of numbers that are spelt out in a pattern
-_MOST_DIGITS = 18
+_MOST_DIGITS = 16
 _split = methodcaller("split", ".")
 T = TypeVar("T")
 
 
 def patterns(names: Sequence[str]) -> list[str]:
-    """The pattern of each name: `layers.3.mlp.experts.17.w1` is `layers.*.mlp.experts.*.w1`."""
+    """The pattern of each name: `layers.3.mlp.experts.17.w1` is `layers.*.mlp.experts.*.w1`.
+
+    Zeros before a number are words of the pattern, `layers.007.w1` is `layers.00*.w1`, and so is what a number has
+    before its last 16 digits: a pattern and its numbers give the name again.
+    """
     text = "\n".join(names)
-    if text.count("\n") == len(names) - 1:
-        return _IN_TEXT.sub(".*", text).split("\n")
-    return [_IN_NAME.sub(".*", name) for name in names]  # a name with a line end in it, or no names at all
+    if text.count("\n") != len(names) - 1:  # a name with a line end in it, or no names at all
+        return [_IN_NAME.sub(r".\1*", name) for name in names]
+    text = _IN_TEXT.sub(".*", text)
+    return (_REST_IN_TEXT.sub(r".\1*", text) if _REST_IN_TEXT.search(text) else text).split("\n")
+
+
+def parted(name: str) -> tuple[str, tuple[int, ...]]:
+    """The pattern of a name and its numbers."""
+    return _IN_NAME.sub(r".\1*", name), tuple(int(found[2]) for found in _IN_NAME.finditer(name))
 
 
 def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
@@ -37,18 +51,19 @@ def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def numbers(pattern: str, names: Sequence[str], text: str | None = None) -> list[list[int]]:
-    """For each `*` of the pattern the numbers that occur in the names, in order; very long ones are left out.
+    """For each `*` of the pattern the numbers that occur in the names, in order.
 
     `text`: the names made `bare`, where the caller has it.
     """
-    count = pattern.count("*")
-    if not count or not names:
-        return [[] for part in pattern.split(".") if part == "*"]
-    columns = columns_of(bare(pattern, names) if text is None else text, count, len(names))
+    stars = {place: part[:-1] for place, part in enumerate(pattern.split(".")) if place and _STARRED.fullmatch(part)}
+    if not stars or not names:
+        return [[] for _ in stars]
+    columns = None
+    if len(stars) == pattern.count("*"):
+        columns = columns_of(bare(pattern, names) if text is None else text, len(stars), len(names))
     if columns is None:
-        places = [place for place, part in enumerate(pattern.split(".")) if part == "*"]
         whole = list(zip(*map(_split, names), strict=True))
-        columns = [set(whole[place]) for place in places]
+        columns = [{text.removeprefix(words) for text in whole[place]} for place, words in stars.items()]
     return [sorted(set(map(int, column if _are_numbers(column) else filter(_is_number, column)))) for column in columns]
 
 
@@ -94,19 +109,23 @@ def named(text: str, count: int, pattern: str) -> list[str] | None:
 
 
 def _are_numbers(parts: set[str]) -> bool:
-    return "" not in parts and "".join(parts).isdecimal() and max(map(len, parts)) <= _MOST_DIGITS
+    text = "".join(parts)
+    return "" not in parts and text.isdecimal() and text.isascii() and max(map(len, parts)) <= _MOST_DIGITS
 
 
 def _is_number(part: str) -> bool:
-    return part.isdecimal() and len(part) <= _MOST_DIGITS
+    return _are_numbers({part})
 
 
 def with_numbers(pattern: str, columns: Iterable[Sequence[int]]) -> str:
     """The pattern with its numbers: `layers.{0..39}.mlp.gate.weight`, `layers.{0..2,7}.norm.weight`."""
-    shown = pattern
-    for column in columns:
-        shown = shown.replace(".*", f".{_runs(column)}", 1) if column else shown
-    return shown
+    left = iter(columns)
+
+    def runs(star: re.Match[str]) -> str:
+        column = next(left, ())
+        return star[0][:-1] + _runs(column) if column else star[0]
+
+    return _STAR.sub(runs, pattern)
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -6,10 +6,9 @@ The same of a `Table` is in `stock_columns.py`.
 from __future__ import annotations
 
 import math
-import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -18,9 +17,8 @@ from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.names.listed import Group
 from firstlight.engine.weights.names.patterns import bare, grouped, named, numbers, with_numbers
 
-_ODD_NUMBER = re.compile(r"[\n.]0[0-9]|[0-9]{19}")  # in bare names: a number with a leading zero, or a very long one
 _name, _shape, _dtype, _nbytes = map(attrgetter, ("name", "shape", "dtype", "nbytes"))
-_form = attrgetter("dtype", "shape")
+_form, _size = attrgetter("dtype", "shape"), attrgetter("dtype", "shape", "nbytes")
 VISION = ("vision", "visual", "image", "audio", "speech", "vit")  # parts of the names of what is not the text model
 EXTRA = ("mtp", "nextn", "draft", "eagle", "medusa")  # and of extra prediction layers
 
@@ -107,7 +105,7 @@ class Kind:
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """The numbers of each member, of names that are usual."""
+        """The numbers of each member."""
         stars = self.pattern.count("*")
         flat = list(map(int, self.bare[1:-1].replace("\n", ".").split(".")))
         return list(zip(*(flat[star::stars] for star in range(stars)), strict=True))
@@ -162,11 +160,6 @@ class Kind:
             self._known[key] = numbers(self.pattern, self.names, self.bare)
         return self._known[key]
 
-    @cached_property
-    def is_usual(self) -> bool:
-        """Whether numbers are written as numbers are."""
-        return self.bare.isascii() and not _ODD_NUMBER.search(self.bare)
-
     @property
     def is_plain(self) -> bool:
         """Whether names are made of the pattern and one or two numbers, and of nothing unusual."""
@@ -197,6 +190,20 @@ class Kind:
     @cached_property
     def nbytes(self) -> int:
         return sum(map(_nbytes, self.tensors))
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds this stands for: one, but for the crowd of `stock_columns.py`."""
+        return 1
+
+    def chosen(self, is_so: Callable[[str], bool]) -> Sequence[int]:
+        """The places of members whose pattern is so."""
+        return range(len(self.tensors)) if is_so(self.pattern) else []
+
+    def by_dtype(self) -> Iterator[tuple[str, int, int, int]]:
+        """dtype, tensors, elements and bytes of members that share the first, or more."""
+        for (dtype, shape, nbytes), count in Counter(map(_size, self.tensors)).items():
+            yield dtype, count, count * math.prod(shape), count * nbytes
 
     @property
     def is_uniform(self) -> bool:
@@ -251,30 +258,19 @@ def by_dtype(kinds: Iterable[Kind]) -> dict[str, tuple[int, int, int]]:
     """dtype -> tensors, elements, bytes; the most bytes first."""
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for kind in kinds:
-        parts = (
-            [(kind.dtypes[0], kind.tensors)]
-            if len(kind.dtypes) == 1
-            else [(d, [t for t in kind.tensors if t.dtype == d]) for d in kind.dtypes]
-        )
-        for dtype, tensors in parts:
-            total = totals[dtype]
-            total[0] += len(tensors)
-            total[1] += (
-                len(tensors) * math.prod(kind.shapes[0])
-                if len(kind.shapes) == 1
-                else sum(math.prod(tensor.shape) for tensor in tensors)
-            )
-            total[2] += kind.nbytes if tensors is kind.tensors else sum(map(_nbytes, tensors))
+        for dtype, *counts in kind.by_dtype():
+            totals[dtype] = [sum(both) for both in zip(totals[dtype], counts, strict=True)]
     ordered = sorted(totals.items(), key=lambda item: -item[1][2])
     return {dtype: (count, elements, nbytes) for dtype, (count, elements, nbytes) in ordered}
 
 
 def numbered(kinds: Iterable[Kind], words: Sequence[str]) -> Iterator[tuple[Kind, list[int]]]:
-    """Kinds with a number right after one of `words`, and the numbers that occur there."""
-    for kind in kinds:
+    """Kinds with a number right after one of `words`, and the numbers that occur there; none where there is a crowd."""
+    kinds = list(kinds)
+    for kind in kinds if all(kind.kinds == 1 for kind in kinds) else ():
         parts = kind.pattern.split(".")
-        stars = [place for place, part in enumerate(parts) if part == "*"]
+        stars = [place for place, part in enumerate(parts) if part.endswith("*")]
         for star, found in zip(stars, kind.numbers, strict=True):
-            if star and parts[star - 1] in words:
+            if star and parts[star - 1] in words and parts[star].strip("0") == "*":
                 yield kind, found
                 break

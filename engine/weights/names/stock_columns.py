@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
 import numpy as np
 
 from firstlight.engine.weights.files.lines import Ints
-from firstlight.engine.weights.names.columns import filled, keys, numbers_in, places_of, radixes
-from firstlight.engine.weights.names.patterns import bare
+from firstlight.engine.weights.names.columns import Motley, filled, places_of, row_keys
+from firstlight.engine.weights.names.listed import Group
+from firstlight.engine.weights.names.patterns import bare, parted
 from firstlight.engine.weights.names.stock import Kind
 from firstlight.engine.weights.names.table import Rows, Table
 
 _MOST_COUNTED = 1 << 20  # up to which numbers are sorted by counting them
+FEW, MOST_OF_FEW = 16, 5_000  # tensors of a kind, and such kinds: what is beyond both is one crowd
 
 
 def stock_of_table(table: Table) -> list[Kind]:
-    """All kinds, in the order in which they come in the checkpoint."""
-    kinds = [(rows[0], kind, rows) for kind, rows in enumerate(table.names.by_kind) if len(rows)]
-    return [ColumnKind(table, kind, rows) for _, kind, rows in sorted(kinds, key=lambda item: item[0])]
+    """All kinds, in the order in which they come in the checkpoint, and the crowd, if there is one, behind them."""
+    names = table.names
+    counts = names.counts
+    first = np.full(len(counts), len(names))
+    first[names.kinds[::-1]] = np.arange(len(names))[::-1]
+    ordered = np.argsort(first, kind="stable")[: np.count_nonzero(counts)]
+    crowd = ordered[counts[ordered] < FEW][MOST_OF_FEW:]
+    is_crowd = np.zeros(len(counts), bool)
+    is_crowd[crowd] = True
+    found: list[Kind] = [ColumnKind(table, kind, names.of_kind(kind)) for kind in ordered[~is_crowd[ordered]].tolist()]
+    return [*found, Crowd(table, np.flatnonzero(is_crowd[names.kinds]))] if len(crowd) else found
 
 
 class ColumnKind(Kind):
@@ -36,7 +47,10 @@ class ColumnKind(Kind):
         if isinstance(places, range):
             return self
         chosen = np.asarray(places, np.int64)
-        return ColumnKind(self._table, self._kind, self._rows[chosen], _places(_array(self.places)[chosen]))
+        return self._at(self._rows[chosen], _places(_array(self.places)[chosen]))
+
+    def _at(self, rows: Ints, places: Sequence[int]) -> Kind:
+        return ColumnKind(self._table, self._kind, rows, places)
 
     def without(self, taken: Iterable[Sequence[int]]) -> Kind | None:
         is_left = np.ones(len(self._rows), bool)
@@ -54,10 +68,9 @@ class ColumnKind(Kind):
 
     def _places_with(self, numbers: Ints) -> Ints | None:
         """The places of members with these numbers, -1 where there is none; None where that is not known."""
-        radix = radixes(self._numbers, numbers)
-        if radix is None or self._numbers.shape[1] != numbers.shape[1]:
+        if self._numbers.shape[1] != numbers.shape[1]:
             return None
-        mine, asked = (keys(np.zeros(len(table), np.int64), table, radix) for table in (self._numbers, numbers))
+        mine, asked = row_keys(*((np.zeros(len(table), np.int64), table) for table in (self._numbers, numbers)))
         return places_of(asked, mine)
 
     def alike(self, others: Sequence[tuple[Kind, Sequence[int]]]) -> list[Sequence[int]]:
@@ -109,10 +122,6 @@ class ColumnKind(Kind):
     def numbers(self) -> list[list[int]]:
         return [_sorted(column) for column in self._numbers.T]
 
-    @property
-    def is_usual(self) -> bool:
-        return True
-
     def is_numbered_like(self, other: Kind) -> bool:
         return isinstance(other, ColumnKind) and np.array_equal(self._numbers, other._numbers)
 
@@ -133,6 +142,52 @@ class ColumnKind(Kind):
     def nbytes(self) -> int:
         return self._table.bytes_of(self._forms)
 
+    def by_dtype(self) -> Iterator[tuple[str, int, int, int]]:
+        for form, count in enumerate(np.bincount(self._forms).tolist()):
+            if count:
+                dtype, shape, nbytes = self._table.forms[form]
+                yield dtype, count, count * math.prod(shape), count * nbytes
+
+
+class Crowd(ColumnKind):
+    """Tensors of very many patterns of names, a few of each, as no model has them: they are not told apart."""
+
+    def __init__(self, table: Table, rows: Ints, places: Sequence[int] | None = None) -> None:
+        Kind.__init__(self, "\n", Rows(table, None, rows), {}, places)  # no name is like that
+        self._table, self._rows, self._forms = table, rows, table.place.form[rows]
+        self._kinds = table.names.kinds[rows]
+        self._numbers = table.names.numbers[rows, :0]
+
+    def _at(self, rows: Ints, places: Sequence[int]) -> Kind:
+        return Crowd(self._table, rows, places)
+
+    @cached_property
+    def kinds(self) -> int:
+        return len(np.unique(self._kinds))
+
+    def chosen(self, is_so: Callable[[str], bool]) -> Sequence[int]:
+        """The places of the members whose patterns are so."""
+        patterns = self._table.names.patterns
+        chosen = np.zeros(len(patterns), bool)
+        there = np.unique(self._kinds)
+        chosen[there] = [is_so(patterns[kind]) for kind in there.tolist()]
+        return _places(np.flatnonzero(chosen[self._kinds]))
+
+    @property
+    def group(self) -> Group:
+        return Motley(self._table.names, self._rows, self.kinds)
+
+    @property
+    def range(self) -> str:
+        return self.group.range
+
+    def some_names(self, start: int, stop: int) -> list[str]:
+        return self._table.names.some(self._rows[start:stop])
+
+    @cached_property
+    def names(self) -> list[str]:
+        return self._table.names.some(self._rows)
+
 
 class _Places(Mapping[str, int]):
     """Row by the name that a pattern makes of the numbers of each row."""
@@ -145,10 +200,7 @@ class _Places(Mapping[str, int]):
         return {numbers: place for place, numbers in enumerate(zip(*self._numbers.T.tolist(), strict=True))}
 
     def __getitem__(self, name: str) -> int:
-        found = numbers_in(name)
-        if found is None:
-            raise KeyError(name)
-        pattern, numbers = found
+        pattern, numbers = parted(name)
         if pattern != self._pattern:
             raise KeyError(name)
         return self._place[numbers]

@@ -10,8 +10,8 @@ import numpy as np
 
 from firstlight.engine.weights.files.header import Header, TensorInfo
 from firstlight.engine.weights.files.lines import Ints
-from firstlight.engine.weights.files.shard_columns import ShardColumns, columns_of_tensors
-from firstlight.engine.weights.names.columns import Names, keys, radixes, repeated
+from firstlight.engine.weights.files.shard_columns import Form, ShardColumns, columns_of_tensors
+from firstlight.engine.weights.names.columns import Names, repeated, row_keys
 from firstlight.engine.weights.names.stock import Lazy
 
 
@@ -27,11 +27,9 @@ class Place(NamedTuple):
 
 
 class Table(Mapping[str, TensorInfo]):
-    """Tensors by name, in the order of `rows`; forms are (dtype, shape, bytes)."""
+    """Tensors by name, in the order of `rows`."""
 
-    def __init__(
-        self, names: Names, place: Place, files: Sequence[str], forms: Sequence[tuple[str, tuple[int, ...], int]]
-    ) -> None:
+    def __init__(self, names: Names, place: Place, files: Sequence[str], forms: Sequence[Form]) -> None:
         self.names, self.place, self.files, self.forms = names, place, tuple(files), tuple(forms)
 
     @classmethod
@@ -43,24 +41,22 @@ class Table(Mapping[str, TensorInfo]):
         shards = [
             header if isinstance(header, ShardColumns) else columns_of_tensors(header.file, header.tensors)
             for header in headers
-            if (len(header.ids) if isinstance(header, ShardColumns) else header.tensors)
+            if (len(header.form) if isinstance(header, ShardColumns) else header.tensors)
         ]
         if not shards:
             return None
         patterns: dict[str, int] = {}
-        forms: dict[tuple[str, tuple[int, ...], int], int] = {}
+        forms: dict[Form, int] = {}
         kinds, places = [], []
         for number, shard in enumerate(shards):
             if shard is None:
                 return None
-            own = [patterns.setdefault(form.pattern, len(patterns)) for form in shard.forms]
-            kinds.append(np.array(own, np.int32)[shard.ids])
-            own = [forms.setdefault((form.dtype, form.shape, form.nbytes), len(forms)) for form in shard.forms]
-            files = np.full(len(shard.ids), number, np.int32)
-            places.append(Place(files, np.array(own, np.int32)[shard.ids], shard.offsets))
-        numbers = _stacked([shard.numbers for shard in shards if shard is not None])
-        if radixes(numbers) is None:
-            return None
+            own = [patterns.setdefault(pattern, len(patterns)) for pattern in shard.names.patterns]
+            kinds.append(np.array(own, np.int32)[shard.names.kinds])
+            own = [forms.setdefault(form, len(forms)) for form in shard.forms]
+            files = np.full(len(shard.form), number, np.int32)
+            places.append(Place(files, np.array(own, np.int32)[shard.form], shard.offsets))
+        numbers = _stacked([shard.names.numbers for shard in shards if shard is not None])
         names = Names(tuple(patterns), np.concatenate(kinds), numbers)
         place = Place(*map(np.concatenate, zip(*places, strict=True)))
         return cls(names, place, [shard.file for shard in shards if shard is not None], tuple(forms))
@@ -68,16 +64,13 @@ class Table(Mapping[str, TensorInfo]):
     @cached_property
     def twice(self) -> Ints:
         """The rows whose names occur more than once, in order."""
-        radix = radixes(self.names.numbers)
-        assert radix is not None
-        found = keys(self.names.kinds, self.names.numbers, radix)
+        (found,) = row_keys((self.names.kinds, self.names.numbers))
         several = repeated(found)
         return np.flatnonzero(np.isin(found, several)) if len(several) else several
 
     def chosen(self, rows: Ints) -> Table:
         """These rows alone, in this order."""
-        names = Names(self.names.patterns, self.names.kinds[rows], self.names.numbers[rows])
-        return Table(names, self.place.at(rows), self.files, self.forms)
+        return Table(self.names.at(rows), self.place.at(rows), self.files, self.forms)
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +80,7 @@ class Table(Mapping[str, TensorInfo]):
     def bytes_of(self, forms: Ints) -> int:
         """Of as many tensors as there are forms."""
         counts = np.bincount(forms, minlength=len(self.forms)).tolist()
-        return sum(count * form[2] for count, form in zip(counts, self.forms, strict=True))
+        return sum(count * form.nbytes for count, form in zip(counts, self.forms, strict=True))
 
     def infos(self, rows: Ints, names: Sequence[str] | None = None) -> list[TensorInfo]:
         """Tensors of rows; `names`: theirs, where the caller has them."""
@@ -143,9 +136,9 @@ class _Items(ItemsView[str, TensorInfo]):
 
 
 class Rows(Lazy):
-    """Some of a table's tensors, all of one kind."""
+    """Some of a table's tensors, all of one kind if it is given."""
 
-    def __init__(self, table: Table, kind: int, rows: Ints) -> None:
+    def __init__(self, table: Table, kind: int | None, rows: Ints) -> None:
         self._table, self._kind, self._rows = table, kind, rows
 
     def __len__(self) -> int:
@@ -162,11 +155,13 @@ class Rows(Lazy):
         return found
 
     def __iter__(self) -> Iterator[TensorInfo]:
-        return iter(self._table.infos(self._rows, self._table.names.of(self._kind, self._rows)))
+        return iter(self._infos(self._rows))
 
     def some(self, places: Sequence[int]) -> Sequence[TensorInfo]:
-        rows = self._rows[np.array(places, np.int64)]
-        return self._table.infos(rows, self._table.names.of(self._kind, rows))
+        return self._infos(self._rows[np.array(places, np.int64)])
+
+    def _infos(self, rows: Ints) -> list[TensorInfo]:
+        return self._table.infos(rows, None if self._kind is None else self._table.names.of(self._kind, rows))
 
 
 def _stacked(tables: Sequence[Ints]) -> Ints:

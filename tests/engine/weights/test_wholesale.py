@@ -18,6 +18,7 @@ from firstlight.engine.weights import ledger
 from firstlight.engine.weights.accounts import wholesale
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
+from firstlight.engine.weights.names import columns, stock_columns
 from tests.engine.weights.releases import Stored, kimi_k3_tensors, shipped_config, write_release
 
 Get = Callable[[str], Path]
@@ -185,10 +186,34 @@ CHANGES: dict[str, Callable[[list[Stored]], Any]] = {
         *t,
         *((n.removesuffix("_packed"), "BF16", (s[0], 2 * s[1])) for n, d, s in t if n.endswith("_packed")),
     ],
+    "layers with a zero before them": lambda t: [(re.sub(r"layers\.(\d)", r"layers.0\1", n), d, s) for n, d, s in t],
+    "an expert with a zero before it": lambda t: [
+        (n.replace(EXPERT, EXPERT.replace(".5.", ".05.")), d, s) for n, d, s in t
+    ],
+    "numbers of many digits": lambda t: [(n.replace("experts.", f"experts.{10**16}"), d, s) for n, d, s in t],
+    "other letters": lambda t: [(n.replace("experts", "exp\u00e9rts"), d, s) for n, d, s in t],
+    "every name of a kind of its own": lambda t: [(f"{n}_{i}x", d, s) for i, (n, d, s) in enumerate(t)],
     "norms of two shapes": lambda t: [
         (n, d, (2,) if n.endswith(("1.input_layernorm.weight", "5.input_layernorm.weight")) else s) for n, d, s in t
     ],
 }
+
+
+def test_a_crowd_of_names_is_one_lot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first kinds of a few tensors each, what no rule speaks of is entered together.
+
+    What a rule speaks of is not, and nobody is sent to a name of the crowd for another.
+    """
+    config, tensors = small_k3()
+    odd = [(f"{n}_{i}x" if ".experts." in n else n, d, s) for i, (n, d, s) in enumerate(tensors)]
+    monkeypatch.setattr(stock_columns, "MOST_OF_FEW", 250)
+    monkeypatch.setattr(columns, "_MOST_GROUPS", 3)
+    fast, plain = both(write_release(tmp_path / "k3", config, odd, 3), monkeypatch)
+    assert fast == plain
+    rest = next(finding for finding in fast.findings if "kinds more" in finding.message)
+    assert f"{len(fast.unconsumed) - 200:,} kinds more" in rest.message
+    assert fast.summary()["tensors"] == len(tensors)
+    assert len(fast.consumed) == sum(".experts." not in name for name, _, _ in tensors)
 
 
 def renumbered(name: str, part: str) -> str:
