@@ -98,7 +98,8 @@ class Bringup:
         self.options = _options(source, mesh, options)
         name = name_of(source)
         self.run = Run.at(run, name, source) if run is not None else Run.create(name, source, root)
-        self.run.update(engine={**(self.run.record.engine or {}), "options": msgspec.to_builtins(self.options)})
+        if not _lives(self.run.directory / ENGINE_FOLDER):  # else what it was started with stays on record
+            self._keep_options()
         self.force = force
         self.detached = detached
         self.host: AnyHost | None = None
@@ -347,6 +348,7 @@ class Bringup:
         folder = self.run.directory / ENGINE_FOLDER
         self._watch()
         self.host = start_host(self.options, progress, run_dir=folder, detached=self.detached)
+        self._keep_options()
         duration_s = time.perf_counter() - started_s
         report = start_report(self.host.client(), duration_s, f"host in {folder}", self.host.url, other)
         return msgspec.structs.replace(report, duration_s=duration_s)
@@ -370,8 +372,20 @@ class Bringup:
         self.run.add(report)
         return report
 
+    def _keep_options(self) -> None:
+        """What the engine of this run is started with, for `attach`."""
+        self.run.update(engine={**(self.run.record.engine or {}), "options": msgspec.to_builtins(self.options)})
+
     def _keep(self, event: ProgressEvent) -> None:
         self.run.events.put(event)
+
+
+def _lives(folder: Path) -> bool:
+    """Whether an engine runs whose handle is in this folder."""
+    try:
+        return (folder / "host.json").exists() and Host.attach(folder).is_alive()
+    except Refused:
+        return False
 
 
 def _options(source: str, mesh: Mesh, options: dict[str, Any]) -> EngineOptions:

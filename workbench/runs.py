@@ -199,6 +199,7 @@ class Run:
         One that timed a step call by call leaves it in `traces/<nn>-<verb>.json` as well, for Perfetto.
         """
         self.is_new = False
+        self.record = self._on_disk()
         number = 1 + max((rung.number for rung in self.record.rungs), default=0)
         path = report.write(self.directory / "reports" / f"{number:02d}-{report.verb}.json")
         if timeline := report.tables.get("timeline"):
@@ -234,7 +235,7 @@ class Run:
 
     def update(self, **fields: Any) -> None:
         """Replaces fields of run.json."""
-        self.record = msgspec.structs.replace(self.record, **fields)
+        self.record = msgspec.structs.replace(self._on_disk(), **fields)
         self._save()
 
     def reports(self) -> tuple[Report, ...]:
@@ -298,6 +299,13 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _on_disk(self) -> RunRecord:
+        """run.json as it is now: whoever else writes to this run loses nothing."""
+        try:
+            return msgspec.json.decode(own_file(self.directory, "run.json").read_bytes(), type=RunRecord)
+        except (OSError, Refused, msgspec.DecodeError, UnicodeDecodeError):
+            return self.record
 
     def _save(self) -> None:
         data = msgspec.json.format(msgspec.json.encode(self.record), indent=2) + b"\n"

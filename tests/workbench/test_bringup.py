@@ -202,6 +202,9 @@ def test_a_detached_engine_outlives_its_session_until_a_verb_ends_it(
         assert "runs in" in other.start().findings[0].message, "a second one beside it is refused"
         assert Run.attach(tmp_path / "run").record.rungs == rungs, "what its start reported holds"
         assert not other.run.require("export")
+    record = Run.attach(tmp_path / "run").record
+    assert record.engine is not None
+    assert record.engine["options"]["max_context"] == 128, "what the engine that runs was started with"
     before = signal.getsignal(signal.SIGTERM)
     assert main(["serve", str(MENAGERIE), "--port", "0", "--run", str(tmp_path / "run")]) == 2
     signal.signal(signal.SIGTERM, before)  # `serve` ends by it as by an interrupt

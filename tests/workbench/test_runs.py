@@ -151,3 +151,15 @@ def test_events_that_were_lost_are_a_warning_in_the_next_report_and_only_there(t
     assert "3 progress events and readings" in said.message
     assert run.with_losses(report("start")).findings == ()
     run.close()
+
+
+def test_two_who_write_to_one_run_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    first = Run.at(tmp_path / "run", "m", "c")
+    second = Run.at(tmp_path / "run", "m", "c")
+    first.add(Draft("scan", "m").close())
+    second.update(engine={"options": {}})
+    second.add(Draft("plan", "m").close())
+    first.add(Draft("load", "m").close())
+    record = Run.attach(tmp_path / "run").record
+    assert [(rung.number, rung.verb) for rung in record.rungs] == [(1, "scan"), (2, "plan"), (3, "load")]
+    assert record.engine == {"options": {}}
