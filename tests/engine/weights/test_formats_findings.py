@@ -347,12 +347,6 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
         ({"quant_method": "awq", "bits": 3}, "unsupported-format", "bits"),
         ({"quant_method": "awq", "zero_point": None, "bits": 8}, "unsupported-format", "bits"),
         ({"quant_method": "gptq", "bits": 5}, "unsupported-format", "bits = 5"),
-        ({"quant_method": "gptq", "bits": 5, "checkpoint_format": "gptq_p"}, "unsupported-format", "gptq_p"),
-        (
-            {"quant_method": "gptq", "bits": 3, "meta": {"quantizer": ["gptqmodel:5.6.0"]}},
-            "unsupported-format",
-            "version 7",
-        ),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "config-invalid", "group_size"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "unsupported-format", "marlin"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 6}}}, "unsupported-format", "bits = 6"),

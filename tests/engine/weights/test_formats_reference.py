@@ -283,9 +283,17 @@ def test_settings_of_some_modules_of_auto_round() -> None:
         ({"block_name_to_quantize": [3]}, "config-invalid", "block_name_to_quantize"),
         ({"packing_format": "auto_round:awq", "extra_config": {"a.b": {"bits": 8}}}, "unsupported-format", "bits = 8"),
         ({"extra_config": {"a.b": {"data_type": "nv_fp"}}}, "unsupported-format", "extra_config.a.b.data_type"),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq_p"}, "unsupported-format", "gptq_p"),
+        (
+            {"quant_method": "gptq", "bits": 3, "meta": {"quantizer": ["gptqmodel:5.6"]}},
+            "unsupported-format",
+            "version 7",
+        ),
     ],
 )
-def test_what_auto_round_writes_otherwise_is_refused_by_name(said: dict[str, Any], code: str, word: str) -> None:
+def test_what_auto_round_and_gptqmodel_write_otherwise_is_refused_by_name(
+    said: dict[str, Any], code: str, word: str
+) -> None:
     with pytest.raises(Refused) as caught:
         announced({"quantization_config": {**ROUND, **said}})
     (finding,) = caught.value.findings
