@@ -180,11 +180,14 @@ def speeds(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 only if every check passed."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is here; --device cpu tries and times what this machine has")
     if options.threads:
         torch.set_num_threads(options.threads)
-    operators = [one for one in operator_names() if one in testing.FOLDERS and options.operator in ("", one)]
+    operators = [one for one in _operators() if options.operator in ("", one)]
     dtypes = list(DTYPES) if options.check else [options.dtype]
     jobs = options.jobs or (min(12, os.cpu_count() or 1) if device.type == "cuda" else 1)
     outcomes = run_trials(trials(device, dtypes, operators), options.device, jobs)
@@ -209,11 +212,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def _operators() -> list[str]:
+    """The operators that have cases."""
+    return [name for name in operator_names() if name in testing.FOLDERS]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m firstlight.kernels.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what to try and time it on")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="dtype of the speeds")
-    parser.add_argument("--operator", default="", help="only this one")
+    parser.add_argument("--operator", default="", choices=_operators(), metavar="NAME", help="only this one")
     parser.add_argument("--check", action="store_true", help="check all dtypes, not only the measured one")
     parser.add_argument("--no-speeds", action="store_true", help="check only")
     parser.add_argument("--repeats", type=int, default=5, help="repetitions, of which the median counts")

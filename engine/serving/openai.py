@@ -129,7 +129,7 @@ def _read(body: bytes, kind: type[Any]) -> Any:
         for key, value in raw.items():
             if key in NEUTRAL and key not in known:
                 if value not in NEUTRAL[key]:
-                    raise _bad(key, "it left out: this is not supported", str(value)[:200])
+                    raise _bad(key, "a request without it: this is not supported", str(value)[:200], "leave it out")
             elif key not in known and key not in IGNORED:
                 raise _bad(key, f"one of {', '.join(sorted(known))}", "an unknown key")
         return msgspec.convert({key: raw[key] for key in raw if key in known}, kind)
@@ -292,7 +292,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _bad(key: str, expected: str, found: str) -> Refused:
-    return Refused(
-        fatal("bad-request", f"{key} cannot be served", expected=expected, found=found, next=f"change {key}")
-    )
+def _bad(key: str, expected: str, found: str, next: str = "") -> Refused:
+    said = {"expected": expected, "found": found, "next": next or f"change {key}"}
+    return Refused(fatal("bad-request", f"{key} cannot be served", **said))

@@ -38,6 +38,16 @@ def test_no_speed_for_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "FAILED" in printed
 
 
+@pytest.mark.parametrize("wish", [["--operator", "sampel"], ["--device", "tpu"], ["--device", "cuda"]], ids=" ".join)
+def test_what_is_not_here_is_refused_in_words(wish: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if wish[1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as end:
+        bench.main(wish)
+    assert end.value.code == 2
+    assert "bench: error: " in capsys.readouterr().err
+
+
 LOAD = Implementation.load
 
 
