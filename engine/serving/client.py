@@ -23,6 +23,7 @@ from firstlight.engine.serving.request import Completion, Delta, SamplingParams
 from firstlight.engine.serving.stats import Ended, EngineStats
 from firstlight.engine.serving.stream import EngineFailed, completion_of
 from firstlight.engine.serving.wire import trace_body, trace_query
+from firstlight.engine.weights.accounts.wire import ledger_of
 from firstlight.engine.weights.ledger import Ledger
 
 CONNECT_S = 5.0
@@ -126,7 +127,7 @@ class EngineClient:
         return msgspec.json.decode(self._ask("GET", f"/admin/requests?since={since}"), type=tuple[Ended, ...])
 
     def ledger(self) -> Ledger:
-        return msgspec.json.decode(self._ask("GET", "/admin/ledger"), type=Ledger)
+        return ledger_of(self._ask("GET", "/admin/ledger"))
 
     def info(self) -> EngineInfo:
         return msgspec.json.decode(self._ask("GET", "/admin/info"), type=EngineInfo)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -36,6 +36,7 @@ from firstlight.engine.serving.request import Delta
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed, Stream
 from firstlight.engine.serving.wire import read_generation, refuse_large_trace, trace_arguments
+from firstlight.engine.weights.accounts.wire import plain
 
 SHOWN = 200  # characters of what a client sent, in an answer about it
 LOOKS = ["GET", "HEAD"]  # the second has the first's status and headers and no body (RFC 9110, section 9.3.2)
@@ -400,16 +401,7 @@ class _Json(JSONResponse):
     """msgspec's JSON: structs as they are, mappings of every kind as objects, never NaN (null instead)."""
 
     def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content, enc_hook=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """A mapping that makes its entries when asked, as a dict, and a sequence that does, as a list."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise NotImplementedError(f"{type(value).__name__} has no place in an answer")
+        return msgspec.json.encode(content, enc_hook=plain)
 
 
 def _json(content: Any, status: int = 200) -> JSONResponse:

@@ -126,7 +126,7 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block) if block else 1
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True):
+class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A format with its parameters. Subclasses say which `parts` it has and how numbers come out of them."""
 
     label: ClassVar[str] = ""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.hardware import parse_cluster
 from firstlight.engine.weights.accounts.gaps import MOST_NAMED
+from firstlight.engine.weights.accounts.wire import ledger_of, plain
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.safetensors_file import Tensor, read
 from firstlight.engine.weights.formats.announced import announced
@@ -67,6 +69,17 @@ def test_codes_that_nothing_announces_are_one_finding(name: str, tmp_path: Path)
     assert finding.code == "unsupported-format"
     assert "14 weights are stored as codes with scales" in finding.message
     assert "is not guessed" in str(finding.next)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_ledger_of_quantized_weights_comes_back_as_it_went(name: str, tmp_path: Path) -> None:
+    """With all that a format has of its own, by which weights would be unpacked."""
+    quantized = CONFIGS[name]
+    synthesize({**LLAMA, "hidden_size": 32, "intermediate_size": 64, "quantization_config": quantized}, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    ledger = account(checkpoint, *FAMILIES.describe(checkpoint.config))
+    assert any(source.packed is not None for source in ledger.sources.values())
+    assert ledger_of(msgspec.json.encode(ledger, enc_hook=plain)) == ledger
 
 
 def test_a_scale_beside_a_plain_tensor_of_a_quantized_checkpoint(tmp_path: Path) -> None:

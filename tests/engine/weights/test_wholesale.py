@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.serving.server import _plain
 from firstlight.engine.weights import checkpoint as opening
 from firstlight.engine.weights import ledger
 from firstlight.engine.weights.accounts import wholesale
+from firstlight.engine.weights.accounts.wire import ledger_of, plain
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.names import columns, stock_columns
@@ -272,6 +272,6 @@ def test_an_account_of_many_goes_to_clients_and_comes_back(
     found = account(checkpoint, *FAMILIES.describe(checkpoint.config))
     assert not isinstance(found.sources, dict)
     assert bool(found.unconsumed) == (experts < 12)
-    back = msgspec.json.decode(msgspec.json.encode(found, enc_hook=_plain), type=Ledger)
+    back = ledger_of(msgspec.json.encode(found, enc_hook=plain))
     assert (back.consumed, back.sources.keys()) == (dict(found.consumed), set(found.sources))
     assert (back.missing, back.unconsumed) == (tuple(found.missing), tuple(found.unconsumed))
