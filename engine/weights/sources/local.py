@@ -195,8 +195,10 @@ class LocalFile:
         try:
             done = self._rows_from_cache(offsets, target, span_bytes) if source.method == "auto" and NO_WAIT else 0
             source.usage.add("cached", done * span_bytes)
-            if done < count:
-                self._rows_from_disk(offsets[done:], target[done * span_bytes :], span_bytes)
+            each = max(1, LOCAL_SHAPE.chunk_bytes // stride_bytes)
+            for at in range(done, count, each):  # which way is the better one may turn out meanwhile
+                part = target[at * span_bytes : (at + each) * span_bytes]
+                self._rows_from_disk(offsets[at : at + each], part, span_bytes)
         except OSError as error:
             raise unread(str(self.path), offset_bytes, target.nbytes, str(error.strerror)) from error
         source.usage.add("disk", _disk_bytes() - from_disk)
