@@ -51,6 +51,12 @@ def _number(path: Path, key: str, value: Any) -> float:
     return float(value)
 
 
+def _factor(path: Path, key: str, value: Any) -> float:
+    if not _number(path, key, value):
+        refuse_value(path, key, "a number other than zero", value)
+    return float(value)
+
+
 def _positive_number(path: Path, key: str, value: Any) -> float:
     if not _is_number(value) or value <= 0:
         refuse_value(path, key, "a number above zero", value)
@@ -115,7 +121,7 @@ READERS: Mapping[str, Callable[[Path, str, Any], Any]] = {
     "image_mean": _three,
     "image_std": _three,
     "resample": _filter,
-    "rescale_factor": _number,
+    "rescale_factor": _factor,
     "image_grid_pinpoints": _pinpoints,
     "pan_and_scan_min_ratio_to_activate": _positive_number,
 }

@@ -137,3 +137,16 @@ def test_kimi_vl_refuses_what_its_positions_do_not_reach(tmp_path: Path) -> None
     with pytest.raises(Refused) as caught:
         ImageProcessor.open(save(tmp_path, config)).process([picture(4 * 512, 8)])
     assert caught.value.findings[0].found == "512 x 2 patches"
+
+
+def test_one_pixel_is_refused_and_two_are_not(tmp_path: Path) -> None:
+    """torch's antialiased resize of 8-bit pictures fails on an output of one pixel."""
+    for side in (1, 2):
+        config = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": side, "width": side}}
+        processor = ImageProcessor.open(save(tmp_path, {**config, "max_patches": 1}))
+        if side == 2:
+            assert processor.process([picture(9, 9)])["pixel_values"].shape == (1, 3, 2, 2)
+            continue
+        with pytest.raises(Refused) as caught:
+            processor.process([picture(9, 9)])
+        assert caught.value.findings[0].code == "bad-image"

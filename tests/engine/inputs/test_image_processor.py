@@ -225,6 +225,7 @@ BAD = [
     ("resample", "bicubic"),
     ("rescale_factor", "1/255"),
     ("rescale_factor", 10**400),
+    ("rescale_factor", 0),
     ("do_resize", "false"),
     ("crop_size", {"height": 1 << 20, "width": 1 << 20}),
 ]
