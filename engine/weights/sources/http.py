@@ -65,6 +65,7 @@ class HttpFiles:
         self._ends: dict[str, tuple[httpx.URL, float]] = {}
         self._lock = threading.Lock()
         self._links: weakref.WeakSet[NetworkStream] = weakref.WeakSet()  # every connection there is
+        self._heads = Heads(max(self.retry.stall_s, self.retry.patience_s))
         self._credentials = OfNetrc()
         self._forbids_absent: bool | None = None
         self._client = self._connections(
@@ -135,6 +136,7 @@ class HttpFiles:
             if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
                 with self._lock:
                     self._links.add(info["return_value"])
+                self._heads.bound(info["return_value"])
             elif event == "http11.receive_response_headers.started" and stop is not None and stop.is_set():
                 raise Interrupted(UNWANTED)
 
@@ -143,7 +145,8 @@ class HttpFiles:
             for _ in range(MOST_REDIRECTS + 1):
                 ranges, extensions = {"Range": f"bytes={first}-{last}"}, {"trace": follow}
                 request = self._client.build_request("GET", url, headers=ranges, extensions=extensions)
-                response = self._client.send(request, stream=True)
+                with self._heads.awaited():
+                    response = self._client.send(request, stream=True)
                 try:
                     if not response.has_redirect_location:
                         self._remember(name, url)
@@ -180,6 +183,9 @@ class HttpFiles:
             if packed not in PLAIN:
                 way = "download the checkpoint and name its directory, or have the server send files as they are"
                 raise self._refused(name, f"Content-Encoding: {packed}", "the bytes of the file, as asked for", way)
+            kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind == "multipart/byteranges":  # with boundaries between the bytes of the file
+                raise self._refused(name, f"Content-Type: {kind}", "one part, as asked for", ELSEWHERE)
             return
         if status in (401, 403, 410) and self._forget(name):
             raise Interrupted(f"status {status} at the end of a redirect that may have expired")
@@ -274,6 +280,38 @@ class HttpFiles:
         return Refused(
             fatal("read-failed", f"{file} cannot be read: {found}", file=file, expected=expected, found=found, next=way)
         )
+
+
+class Heads:
+    """How long a thread waits for the head of an answer, all of it: bytes that drip end no wait for the next one."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._of_thread = threading.local()
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """For the time of a `with` this thread reads heads alone."""
+        self._of_thread.until_s = time.monotonic() + self._most_s
+        try:
+            yield
+        finally:
+            self._of_thread.until_s = None
+
+    def bound(self, stream: NetworkStream) -> None:
+        """Have a connection that is new keep to it, whoever reads from it."""
+        read = stream.read
+
+        def read_in_time(max_bytes: int, timeout: float | None = None) -> bytes:
+            until_s = getattr(self._of_thread, "until_s", None)
+            if until_s is None:
+                return read(max_bytes, timeout)
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise Interrupted(f"the head of the answer was not there after {self._most_s:.1f} s")
+            return read(max_bytes, left_s if timeout is None else min(timeout, left_s))
+
+        stream.read = read_in_time  # type: ignore[method-assign]
 
 
 class OfNetrc(httpx.Auth):

@@ -176,9 +176,12 @@ def _checked(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port  # out of range, or no number
     except ValueError as error:
+        why = "its port is no number below 65536" if "ort" in str(error) else "its host is none"
         raise Refused(
-            fatal("usage", f"{url} is no address: {error}", expected="https://HOST/PATH", next="correct the address")
-        ) from error
+            fatal(
+                "usage", f"{told(url)} is no address: {why}", expected="https://HOST/PATH", next="correct the address"
+            )
+        ) from None
     known = ("http", "https", "file", *SCHEMES)
     if parts.scheme not in known:
         raise Refused(
@@ -194,9 +197,9 @@ def _checked(url: str) -> str:
         raise Refused(
             fatal(
                 "usage",
-                f"{url} names no host",
+                f"{told(url)} names no host",
                 expected=f"{parts.scheme}://HOST/PATH",
-                found=url,
+                found=told(url),
                 next="correct the address",
             )
         )
@@ -212,6 +215,13 @@ def _checked(url: str) -> str:
             )
         )
     return f"{parts.scheme}{url[len(parts.scheme) :]}".rstrip("/")
+
+
+def told(url: str) -> str:
+    """An address as it may be shown, whole or not: without what is before an @ or behind a question mark."""
+    scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 class _Threads(ThreadPoolExecutor):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import re
+import socket
 import ssl
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -149,6 +151,21 @@ def drip(handler: Handler, content: bytes) -> bool:
     return True
 
 
+def drip_head(handler: Handler, content: bytes) -> bool:
+    """The head of an answer comes byte by byte, and never all of it."""
+    handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nX-Slow: ")
+    while not handler.web.over.wait(0.01):
+        handler.wfile.write(b"a")
+    return True
+
+
+def drip_notices(handler: Handler, content: bytes) -> bool:
+    """Whole heads that announce an answer, one after the other, and never the answer."""
+    while not handler.web.over.wait(0.01):
+        handler.wfile.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+    return True
+
+
 def silent(handler: Handler, content: bytes) -> bool:
     """The request is taken, and nothing is answered as long as the server is there."""
     handler.web.over.wait()
@@ -187,6 +204,50 @@ def packed(handler: Handler, content: bytes) -> bool:
     data = gzip.compress(content[handler.first : handler.last + 1])
     handler.part(data, more={"Content-Encoding": "gzip"})
     return True
+
+
+def in_parts(handler: Handler, content: bytes) -> bool:
+    """One part of several, with its boundary, where one part alone was asked for."""
+    wanted = content[handler.first : handler.last + 1]
+    body = (b"--x\r\nContent-Range: bytes 0-1/2\r\n\r\n" + wanted)[: len(wanted)]
+    handler.part(body, more={"Content-Type": "multipart/byteranges; boundary=x"})
+    return True
+
+
+def in_chunks(handler: Handler, content: bytes) -> bool:
+    """The length of the whole is not said beforehand."""
+    wanted = content[handler.first : handler.last + 1]
+    handler.wfile.write(_head(handler, "HTTP/1.1", "Transfer-Encoding: chunked"))
+    for part in (wanted[:7], wanted[7:]):
+        handler.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n" if part else b"")
+    handler.wfile.write(b"0\r\n\r\n")
+    return True
+
+
+def until_the_end(handler: Handler, content: bytes) -> bool:
+    """Nor here: the answer is over where the connection is."""
+    handler.wfile.write(_head(handler, "HTTP/1.0", "Connection: close") + content[handler.first : handler.last + 1])
+    handler.close_connection = True
+    return True
+
+
+def _head(handler: Handler, protocol: str, line: str) -> bytes:
+    ranges = f"Content-Range: bytes {handler.first}-{handler.last}/{handler.total}"
+    lines = (f"{protocol} 206 Partial Content", f"ETag: {handler.web.version(handler.name)}", ranges, line, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def reset(share: float) -> Fault:
+    """The connection is not ended but reset, when a share of what was asked for has come."""
+
+    def fault(handler: Handler, content: bytes) -> bool:
+        wanted = content[handler.first : handler.last + 1]
+        handler.part(wanted[: int(len(wanted) * share)], promised=len(wanted))
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        handler.connection.close()
+        return True
+
+    return fault
 
 
 def whole_file(handler: Handler, content: bytes) -> bool:

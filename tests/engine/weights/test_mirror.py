@@ -248,7 +248,11 @@ def test_side_files_have_a_limit(web: far.Web, tmp_path: Path, monkeypatch: pyte
     [
         ("ftp://host/model", "not-available"),
         ("https://user:secret@host/model", "usage"),
-        ("https://host/model?signature=abc", "usage"),
+        ("https://host/model?signature=secret", "usage"),
+        ("https://user:secret@host:99999/model", "usage"),
+        ("https://user:secret@/model", "usage"),
+        ("https://host:8x/model?signature=secret", "usage"),
+        ("https://[::1/model#secret", "usage"),
     ],
 )
 def test_urls_that_are_not_taken(url: str, code: str, tmp_path: Path) -> None:
@@ -256,6 +260,7 @@ def test_urls_that_are_not_taken(url: str, code: str, tmp_path: Path) -> None:
         mirror.mirror(url, cache=tmp_path)
     assert caught.value.findings[0].code == code
     assert "secret" not in str(caught.value)
+    assert "secret" not in repr(caught.value.findings)
 
 
 @pytest.mark.parametrize("status", [403, 410])

@@ -142,6 +142,18 @@ def test_bytes_that_drip_are_no_progress_either(web: far.Web, content: bytes) ->
     source.close()
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("fault", [far.drip_head, far.drip_notices])
+def test_the_head_of_an_answer_has_a_time_of_its_own(fault: far.Fault, is_known: bool, web: far.Web) -> None:
+    """No byte of it is late either: lines that never end, or announcements of an answer, one after the other."""
+    pinned = {NAME: FileStat(3_000_000, web.version(NAME))} if is_known else {}
+    source = HttpFiles(web.url, pinned, dataclasses.replace(QUICK, attempts=2, patience_s=0.1, stall_s=0.1))
+    web.always[NAME] = fault
+    assert refusal(source, 0, 2000).code == "read-failed"
+    assert len(web.asked[NAME]) >= 2, "it is asked again, on another connection"
+    source.close()
+
+
 def test_a_server_that_never_recovers_is_refused_after_bounded_attempts(web: far.Web, source: HttpFiles) -> None:
     source.stat(NAME)
     web.always[NAME] = far.status(503)
@@ -245,6 +257,32 @@ def test_bytes_that_were_packed_on_the_way_are_not_taken_for_those_of_the_file(
     assert finding.code == "read-failed"
     assert finding.found == "Content-Encoding: gzip"
     assert len(web.asked[NAME]) <= 3, "it is not tried again"
+
+
+def test_one_part_among_boundaries_is_not_taken_for_the_bytes_of_the_file(web: far.Web, source: HttpFiles) -> None:
+    """Under the range that was asked for, and of its length."""
+    source.stat(NAME)
+    web.always[NAME] = far.in_parts
+    assert "multipart/byteranges" in refusal(source, 1000, 5000).message
+    assert len(web.asked[NAME]) == 2, "it is not tried again"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
+def test_a_connection_that_is_reset_on_the_way_is_gone_on_with(
+    share: float, web: far.Web, source: HttpFiles, content: bytes
+) -> None:
+    source.stat(NAME)
+    web.faults[NAME] += [far.reset(share)]
+    assert read(source, 1000, 400_000) == content[1000:401_000]
+
+
+@pytest.mark.parametrize("fault", [far.in_chunks, far.until_the_end])
+def test_answers_without_a_length_are_taken_for_what_their_range_says(
+    fault: far.Fault, web: far.Web, source: HttpFiles, content: bytes
+) -> None:
+    """In chunks, or by HTTP/1.0 up to where the connection ends."""
+    web.always[NAME] = fault
+    assert read(source, 1000, 40_000) == content[1000:41_000]
 
 
 def test_an_answer_that_does_not_say_its_version_is_asked_for_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from firstlight.engine.weights.sources.objects import ObjectStore
 from firstlight.engine.weights.sources.retry import Retry
 from firstlight.engine.weights.synthesize import synthesize
 from tests.checkpoints import TINY
+from tests.engine.weights import far
 from tests.waiting import PATIENCE_S
 
 QUICK = Retry(attempts=2, patience_s=0.0, first_s=0.001, most_s=0.01, stall_s=2 * PATIENCE_S)  # nothing here is slow
@@ -138,6 +140,27 @@ def test_what_a_store_says_is_told_and_asked_again_only_where_it_may_pass(
     assert "prefix=" not in finding.message, "what stands behind a question mark may be a signature"
     assert way in str(finding.next)
     assert len(asked) > 3 if may_pass else len(asked) == 1, "the library asks three times itself"
+
+
+@pytest.mark.parametrize("fault", [far.drip_head, far.drip])
+def test_what_drips_ends_with_the_time_of_a_request(
+    fault: far.Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library bounds each request as a whole, by 30 s unless the environment says otherwise."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(50_000))
+    stat = FileStat(50_000, '"model.safetensors-1"')
+    with far.served(tmp_path) as web:
+        web.always["model.safetensors"] = fault
+        monkeypatch.setenv("AWS_ENDPOINT_URL", web.url.partition("/models")[0])
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_TIMEOUT", "200ms")
+        source = ObjectStore("s3://models/x", {"model.safetensors": stat}, dataclasses.replace(QUICK, attempts=1))
+        with pytest.raises(Refused) as caught:
+            source.open("model.safetensors").read_into(0, [memoryview(bytearray(50_000))])
+    assert caught.value.findings[0].code == "read-failed"
+    assert web.asked["model.safetensors"]
 
 
 def test_a_prefix_without_a_checkpoint_is_refused(prefix: str, tmp_path: Path) -> None:
