@@ -84,7 +84,7 @@ def resized(
 ) -> NDArray[np.uint8]:
     """The picture resized to `shape` (height, width) with the checkpoint's filter; refused beyond the limits."""
     check_shape(picture, step or f"resizing to {constants['size']}", shape)
-    if constants.kind.torchvision and shape == (1, 1):
+    if constants.kind.torchvision and shape == (1, 1) != image_CHW.shape[1:]:
         refuse(picture, "scaled to one pixel, which torchvision cannot do", "two pixels or more", "1 x 1 pixel")
     resize = steps.resize_as_torchvision if constants.kind.torchvision else steps.resize
     return resize(image_CHW, shape, constants["resample"])
