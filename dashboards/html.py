@@ -199,9 +199,10 @@ def _in_words(column: str, value: Any) -> str:
 def _cell(column: str, text: str, kind: str, value: Any) -> str:
     kind = kind or ("t" if len(text) <= SHORT else "w" if len(text) <= LONG else "w x")
     inner = status(text) if column == "status" and text in STATUSES else said(text)
-    if kind.startswith("w"):
+    if isinstance(value, Line):
+        kind += " line"
+    elif kind.startswith("w"):
         inner = ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
-    kind = f"{kind} line" if isinstance(value, Line) else kind
     if isinstance(value, Link):
         inner = f'<a href="?{said(value.query)}">{inner}</a>'
     in_full = f"{value:,}" if isinstance(value, int) else repr(value)
