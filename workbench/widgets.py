@@ -25,6 +25,7 @@ from firstlight.workbench.page import HAS_TWIN
 from firstlight.workbench.progress import Pace
 from firstlight.workbench.render import words
 
+LEAST_SHARE = 0.02  # of a bar, so that it can be seen
 Made = TypeVar("Made")
 Answer = Callable[[str, bytes | None], Iterator[str]]
 """(text, picture file or None) -> pieces of the answer as they come."""
@@ -67,6 +68,7 @@ class ProgressView:
         """The view as plain HTML. A phase is over when the next one of its rung began, or the rung is: `is_over`.
 
         `until_s`: when the rung ended, in seconds as events have them. None: its last phase took what its events say.
+        A phase in which the rung ended before its time says so, and its bar is of another colour, never none at all.
         """
         rows = []
         ends_s = self._ends_s(until_s)
@@ -75,14 +77,18 @@ class ProgressView:
             last = pace.last
             goes_on = latest[rung] == phase and not is_over
             share = min(1.0, last.done / last.total) if last.total and goes_on else 1.0
-            amount = _amount(last)
+            broke_off = goes_on and until_s is not None and (last.total is None or last.done < last.total)
+            colour = COLOURS["vision" if broke_off else "compute"]
+            amount = _amount_so_far(last) if broke_off and last.total else _amount(last)
             rate = words.quantity(pace.rate, f"{last.unit}/s") if pace.rate and last.unit else ""
             took_s = ends_s[rung, phase] - pace.first.time_s
             took = words.seconds(took_s) if took_s > 0 else ""
-            said = escape("   ".join(part for part in (amount, rate, took, last.detail) if part))
+            ended = "ended here" if broke_off else ""
+            said = escape("   ".join(part for part in (amount, rate, took, last.detail, ended) if part))
+            share = max(share, LEAST_SHARE) if broke_off else share
             rows.append(
                 f'<div class="row"><span class="name">{escape(rung)} · {escape(phase)}</span><span class="bar">'
-                f'<i style="width:{100 * share:.1f}%;background:{COLOURS["compute"]}"></i></span>{SEP}'
+                f'<i style="width:{100 * share:.1f}%;background:{colour}"></i></span>{SEP}'
                 f'<span class="num">{said}</span></div>'
             )
         return f'<div class="fl-fig wide"><style>{STYLE}</style>{"".join(rows)}</div>'

@@ -44,6 +44,12 @@ def test_progress_shows_amount_rate_and_end() -> None:
     assert "3.5 s" in one.twin(), "a phase that says nothing on its way lasts until the next begins"
     assert "0.000 s" not in one.twin()
     assert "1.5 s" in one.twin(is_over=True, until_s=15.0)
+    broken = ProgressView()
+    broken(ProgressEvent(time_s=1.0, rung="load", phase="read", done=0.0, total=2.0**20, unit="B", detail=""))
+    assert "ended here" in broken.twin(until_s=2.0), "a rung that fails leaves no empty bar"
+    assert "0 B of 1.00 MiB" in broken.twin(until_s=2.0)
+    assert "width:0.0%" not in broken.twin(until_s=2.0)
+    assert "ended here" not in broken.twin() + broken.twin(is_over=True, until_s=2.0)
 
 
 def test_progress_takes_every_event_of_a_rung() -> None:
