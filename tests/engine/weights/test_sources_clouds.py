@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,8 @@ def test_what_is_not_there_is_named(cloud: Store, prefix: str, name: str, offset
 def test_no_bucket_is_refused(cloud: Store) -> None:
     with pytest.raises(Refused) as caught:
         ObjectStore(cloud.url("x", bucket="no-such-bucket"), retry=QUICK).names()
-    assert caught.value.findings[0].code == "read-failed"
+    told = {"az": "not-found", "gs": "read-failed"}  # Google's is an error of the server that stands for it here
+    assert caught.value.findings[0].code == told[cloud.scheme]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,8 @@ def test_no_bucket_is_refused(cloud: Store) -> None:
 def test_what_is_missing_in_the_environment_is_named(
     url: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:  # those of a server that runs here
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "no address")
     if not url.startswith("s3"):
         monkeypatch.delenv("AWS_ENDPOINT_URL")
