@@ -1,4 +1,4 @@
-"""Weight rules: checkpoint name pattern -> parameters, as data. No torch.
+"""Weight rules: patterns that map checkpoint tensor names to parameters, as data. No torch.
 
 Pattern language: `{i}` matches a number, written without zeros before it, and carries over to the parameter name;
 `{*}` matches anything; `(a|b|)` lists alternatives.

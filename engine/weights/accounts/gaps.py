@@ -1,4 +1,4 @@
-"""What an account of tensors and parameters lacks, in words: one finding a pattern of names, however many there are."""
+"""Describes what is missing between tensors and parameters: one finding per name pattern, however many names it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account's two sides as mappings that know whole kinds by rule and make an entry only when it is asked for.
+"""The ledger's two sides as lazy mappings: whole kinds are stored as rules, and entries are made on demand.
 
 A lot says: these tensors fill the parameters of that pattern, number by number, all of them or, where shards are
 lacking, some. No torch.

@@ -1,4 +1,4 @@
-"""Tensors of a very large checkpoint that several shards hold: what `double.py` says of single ones. No torch."""
+"""Duplicate tensors in very large checkpoints, found from columns; `double.py` does it for objects. No torch."""
 
 from __future__ import annotations
 

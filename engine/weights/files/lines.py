@@ -1,4 +1,4 @@
-"""Lines of JSON that differ in numbers only, as columns: the form of each line, and its numbers.
+"""Parses JSON lines that differ only in numbers as columns: a form per line, and its numbers.
 
 Headers and indexes of half a million entries consist of a few dozen forms. Work is done on whole arrays of bytes and
 once a form, never line by line. Whatever is unusual gives None: for that, and for small files, there are the plain

@@ -1,4 +1,4 @@
-"""A shard's header as columns, in a fraction of the time that objects take: what `header.py` gives for usual ones.
+"""Parses a large shard's header into columns instead of objects; same result as `header.py`, much faster.
 
 Source of the format: https://github.com/huggingface/safetensors (README, "Format"). No torch.
 """

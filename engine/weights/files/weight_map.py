@@ -1,4 +1,4 @@
-"""The map of a very large index as columns: which file each tensor is in, by the index. No torch."""
+"""Parses the weight map of a very large index into columns: the file of each tensor. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in memory on demand: as many as a budget holds, and of those the ones that were used last.
+"""Loads experts on demand into a memory budget, evicting those used least recently.
 
 Legend: T tokens, k chosen experts, M rows of a token and one of its experts, C experts that have room, H hidden.
 """

@@ -1,4 +1,4 @@
-"""A rank's weights under a residency policy: all of them loaded, layers that come and go, or experts on demand."""
+"""Applies a residency policy to a rank's weights: resident, streamed layers, or experts on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights are in memory when: all of them, layers that follow one another through a budget, or experts on demand.
+"""Residency policies: weights fully resident, layers streamed through a memory budget, or experts on demand.
 
 Whatever is not a layer (embedding, head, norms, vision) or, with experts on demand, not an expert, is always there.
 """

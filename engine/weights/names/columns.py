@@ -1,4 +1,4 @@
-"""Very many names, and what is known of each, as columns: half a million tensors without an object for each. No torch.
+"""Tensor metadata as columns (arrays) instead of objects, for checkpoints of half a million tensors. No torch.
 
 A name is a pattern, `layers.*.w1`, and its numbers; `Names` makes it when it is asked for. What is made here from
 whole headers is what the plain parser (`header.py`) gives for them; for a header about which anything is unusual there

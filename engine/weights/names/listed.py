@@ -1,4 +1,4 @@
-"""Very many names, pattern by pattern, of which few are ever spelt: what accounts and findings say of half a million.
+"""Lists of very many names stored by pattern, spelt out only when they are read.
 
 No torch.
 """

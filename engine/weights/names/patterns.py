@@ -1,4 +1,4 @@
-"""Names of tensors and parameters by pattern: what is left when numbers are taken out, and which numbers occur.
+"""Splits tensor names into a pattern without numbers, and the numbers that occur.
 
 Made for half a million names: the work is done on whole texts, not name by name.
 """

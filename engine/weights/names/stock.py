@@ -1,4 +1,4 @@
-"""What a checkpoint holds by kind: tensors whose names differ in numbers only. Made for half a million of them.
+"""Groups a checkpoint's tensors by kind: names that differ only in numbers.
 
 The same of a `Table` is in `stock_columns.py`.
 """

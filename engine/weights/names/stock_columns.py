@@ -1,4 +1,4 @@
-"""What a very large checkpoint holds by kind, from its columns: what `stock.py` says of single tensors. No torch."""
+"""Groups a very large checkpoint's tensors by kind from its columns; `stock.py` does the same for objects. No torch."""
 
 from __future__ import annotations
 

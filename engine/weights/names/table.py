@@ -1,4 +1,4 @@
-"""All tensors of a very large checkpoint as a mapping that makes a `TensorInfo` when it is asked for one. No torch."""
+"""The tensors of a very large checkpoint as a mapping that makes a `TensorInfo` on demand. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source of bytes offers: names, sizes, versions, and reading a range into memory that is already there."""
+"""The interface of every source of bytes: names, sizes, versions, and range reads into given memory."""
 
 from __future__ import annotations
 

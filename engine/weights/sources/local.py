@@ -1,4 +1,4 @@
-"""Files of a local file system: from the page cache what is there, the rest past it or through it, whichever is faster.
+"""Reads local files: from the page cache what is there, the rest with O_DIRECT or buffered, whichever is faster.
 
 Reading past the page cache (O_DIRECT) needs aligned ranges and memory, so it goes through small buffers of ours; it
 spares the system a copy of every page and leaves the cache to others, but a second start finds nothing in it.

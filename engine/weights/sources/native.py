@@ -1,4 +1,4 @@
-"""What reads of local files gain from C++: what the page cache holds, and shares of rows, without Python's lock.
+"""C++ helpers for local reads: page cache lookup and strided row reads without the GIL.
 
 Compiled once per machine, in about a second, by whichever load has much to read first. Without a compiler, or where the
 system differs, `native` gives None and `local.py` reads in its plain way: the same bytes, only later.
