@@ -65,6 +65,18 @@ def _owners(config: Config, windows: list[int | None]) -> list[int | None]:
     return [None if index < first else last[windows[index] is None] for index in range(count)]
 
 
+def _per_layer(
+    config: Config, layers: int, norm: Norm, act: str
+) -> tuple[PerLayerInputs, PerLayerGate] | tuple[None, None]:
+    """The inputs that every layer has of its own, and what a layer does with them; neither where they have no width."""
+    width = int(config.get("hidden_size_per_layer_input", 256))
+    rows = int(config.get("vocab_size_per_layer_input", 262_144))
+    if not width:
+        return None, None
+    inputs = PerLayerInputs(layers=layers, width=width, vocab_size=rows, norm=norm)
+    return inputs, PerLayerGate(width=width, activation=act, norm=norm)
+
+
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
@@ -80,9 +92,7 @@ def spec(config: Config) -> ModelSpec:
     wide = 2 if config.get("use_double_wide_mlp", False) else 1
     wider = msgspec.structs.replace(feed_forward, intermediate=feed_forward.intermediate * wide)
     beside = experts(config, norm, act)
-    width = int(config.get("hidden_size_per_layer_input", 256))
-    rows = int(config.get("vocab_size_per_layer_input", 262_144))
-    inputs = PerLayerInputs(layers=len(windows), width=width, vocab_size=rows, norm=norm)
+    inputs, gate = _per_layer(config, len(windows), norm, act)
 
     def attention(index: int) -> Attention:
         near = windows[index] is not None
@@ -103,8 +113,6 @@ def spec(config: Config) -> ModelSpec:
             keys_of=owners[index],
         )
 
-    takes_in = PerLayerGate(width=width, activation=act, norm=norm)
-
     def fed(index: int) -> FeedForward:
         dense = feed_forward if owners[index] is None else wider
         return dense if beside is None else DenseAndExperts(dense=dense, experts=beside, norm=norm)
@@ -116,8 +124,8 @@ def spec(config: Config) -> ModelSpec:
         fed,
         norm=norm,
         norms=SANDWICH if beside is None else ("mixer_norm", *POST),
-        layer={"output_scale": True, "per_layer": takes_in if width else None},
-        per_layer=inputs if width else None,
+        layer={"output_scale": True, "per_layer": gate},
+        per_layer=inputs,
         tie_default=True,
         embed_scale=config.size("hidden_size") ** 0.5,
         logit_softcap=config.get("final_logit_softcapping"),
