@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+OUTPUTS = tuple(ORDER.index(place) for place in range(8))  # which code stands in each place
 BITS, PER_WORD, MIDDLE = 4, 8, 8
+LOW = 0x0F0F0F0F  # of each byte of a word, the first code
 
 
 class Awq(Format, frozen=True, kw_only=True):
@@ -47,12 +49,13 @@ class Awq(Format, frozen=True, kw_only=True):
         return False
 
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
-        from firstlight.engine.weights.formats.unpacking import turned_codes, zero_points
+        from firstlight.engine.weights.formats.unpacking import span, zero_points
 
         if role == "scale":
             return stored.mT
-        each = self._each(stored, box)
-        return turned_codes(each, BITS) if role == "codes" else zero_points(each.mT, BITS)
+        if role == "codes":
+            return span(turned(stored), -2, box[ROWS], PER_WORD)
+        return zero_points(self._each(stored, box).mT, BITS)
 
     def _each(self, words: Tensor, box: Box) -> Tensor:
         """Codes or zero points of the rows of a box, [inputs or groups, rows], one a byte."""
@@ -74,6 +77,26 @@ class Awq(Format, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         return f"{self.label}, " + (f"groups of {self.group}" if self.group else "a scale per row")
+
+
+def turned(words: Tensor) -> Tensor:
+    """Words [..., H, F / 8] -> codes by rows [..., F, ceil(H / 2)], two a byte, the first one low.
+
+    Every byte of a word holds codes of two outputs. Those of two inputs become two bytes of a row each while they are in
+    words, and words are turned round: single codes would take four times as long.
+    """
+    import torch
+
+    even = torch.nn.functional.pad(words, (0, 0, 0, words.shape[-2] % 2))
+    one, other = even.unflatten(-2, (-1, 2)).unbind(-2)
+    first = (one & LOW) | ((other & LOW) << BITS)
+    second = ((one >> BITS) & LOW) | (other & ~LOW)
+    found = words.new_empty(*words.shape[:-2], words.shape[-1], PER_WORD, one.shape[-2], dtype=torch.uint8)
+    for part, outputs in ((first, OUTPUTS[::2]), (second, OUTPUTS[1::2])):
+        by_row = part.mT.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+        for byte, output in enumerate(outputs):
+            found[..., output, :] = by_row[..., byte]
+    return found.flatten(-3, -2)
 
 
 def in_order(places: Tensor) -> Tensor:
