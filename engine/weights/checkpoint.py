@@ -55,7 +55,7 @@ _NAME = attrgetter("name")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a directory says about its weights without reading one: the raw configuration is the truth.
+    """A checkpoint directory as its configuration, index and headers describe it; no weight is read.
 
     `tensors` of very many make entries when they are asked for, and are no dict (`table.py`). `side_files` are the
     other files by name. `findings` holds what is wrong with files, headers and index; `absent` what the index lists and
@@ -158,14 +158,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def payload_bytes(tensors: dict[str, TensorInfo] | Table) -> int:
-    """Of all tensors together."""
+    """Bytes of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors.values()) if isinstance(tensors, dict) else tensors.nbytes
 
 
 def _absent(
     listed: dict[str, str] | WeightMap, findings: Iterable[Finding], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, str] | WeightMap:
-    """What should be there and is not, with its file: what the index lists, and what headers say wrongly."""
+    """Missing tensors with their files: listed in the index but in no header, or with an invalid header entry."""
     if not isinstance(listed, dict):
         return listed
     wrong = (finding for finding in findings if finding.code == "header-invalid" and finding.file)
@@ -174,7 +174,7 @@ def _absent(
 
 
 def _unlike(weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInfo] | Table) -> Differences:
-    """What is not the same in index and headers."""
+    """The differences between index and headers."""
     if not tensors:
         return Differences((), (), weight_map, (), "")
     if isinstance(tensors, dict):
@@ -206,7 +206,7 @@ def _directory(source: str | os.PathLike[str]) -> Path:
 
 
 def _names(directory: Path) -> tuple[str, ...]:
-    """Names of the files in the directory, sorted; a folder named like a shard is among them, to be refused as one."""
+    """Sorted names of the files in the directory, including folders named like a shard, which are refused later."""
     try:
         entries = list(directory.iterdir())
     except OSError as error:
@@ -250,7 +250,7 @@ def _unread(tensor: TensorInfo, why: Finding) -> Finding:
 
 
 def _remember(source: ByteSource, files: Sequence[str]) -> None:
-    """What each file is before its header is read: whatever is read of it later is held against that."""
+    """Records size and time of each file before its header is read, so that later changes are noticed."""
     for file in files if isinstance(source, LocalFiles) else ():
         with contextlib.suppress(Refused):  # why it cannot be read is said where its header is
             source.stat(file)
@@ -259,7 +259,7 @@ def _remember(source: ByteSource, files: Sequence[str]) -> None:
 def _headers(
     directory: Path, source: ByteSource, files: Sequence[str], index: Index | None
 ) -> tuple[dict[str, TensorInfo] | Table, list[Finding], list[str]]:
-    """All tensors by name, what is wrong with the files, and the files whose header could not be read at all."""
+    """All tensors by name, findings about the files, and the files whose headers could not be read."""
     read = _read(paths_of(directory, source, files), index)
     broken = [file for file, header in zip(files, read, strict=True) if isinstance(header, Refused)]
     listed = names_in(index.weight_map, broken) if index is not None and broken else {}
@@ -275,7 +275,7 @@ def _headers(
 
 
 def _read(paths: Sequence[AnyPath], index: Index | None) -> list[Header | ShardColumns | Refused]:
-    """The header of each file, or why it has none; of very many tensors as columns where nothing is unusual."""
+    """The header of each file, or why it has none; as columns for very many tensors with usual headers."""
     are_many = header_bytes(paths) >= LARGE_BYTES if index is None else len(index.weight_map) >= MANY
     if not are_many or not paths:
         return list(in_turn(partial(_or_why, read_header), paths))
@@ -296,7 +296,7 @@ def _or_why(read: Callable[[AnyPath], T], path: AnyPath) -> T | Refused:
 def _gathered(
     headers: Sequence[Header | ShardColumns], index: Mapping[str, str], source: ByteSource
 ) -> tuple[dict[str, TensorInfo] | Table, list[Finding]]:
-    """All tensors by name, in the order of files, and what is found of those that several files hold."""
+    """All tensors by name, in the order of files, and findings about duplicates."""
     groups = [header.tensors for header in headers if isinstance(header, Header)]
     if len(groups) < len(headers):
         from firstlight.engine.weights.files.copies import settled_rows
@@ -317,7 +317,7 @@ def _gathered(
 
 
 def _with_tensors(finding: Finding, tensors: Sequence[str]) -> Finding:
-    """A file that cannot be read, with what the index places in it."""
+    """The findings of an unreadable file, with the tensors that the index places in it."""
     if not tensors:
         return finding
     message = f"{finding.message}; the index places {held(tensors)} in it"
@@ -325,7 +325,7 @@ def _with_tensors(finding: Finding, tensors: Sequence[str]) -> Finding:
 
 
 def _other_files(names: Iterable[str]) -> Iterable[Finding]:
-    """Files that could run code are named; none of them is opened."""
+    """Notes about files that could run code, none of which is opened."""
     names = tuple(names)
     others = [name for name in names if Path(name).suffix.lower() in OTHER_FORMATS and not name.endswith(PICKLES)]
     if others:

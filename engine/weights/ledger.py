@@ -90,7 +90,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return not any(finding.severity == "fatal" for finding in self.findings)
 
     def refuse_if_incomplete(self) -> None:
-        """The gate of start: raises `Refused` with every fatal finding."""
+        """Raises `Refused` with every fatal finding; called before anything starts."""
         broken = [finding for finding in self.findings if finding.severity == "fatal"]
         if broken:
             raise Refused(broken)
@@ -115,12 +115,11 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Sequence[Kind] | None = None) -> Ledger:
-    """Matches every tensor to parameters and back; nothing is guessed.
+    """Matches every tensor to parameters and every parameter to its tensor; nothing is guessed.
 
-    `kinds`: all tensors by kind, where the caller has them; kinds that are sound throughout are entered at once.
-
-    Nothing is read but two tied heads, and the tails of padded tensors.
-    Quantized weights are put together first, codes with their scales, as the configuration and the headers have them.
+    `kinds`: all tensors by kind, if the caller has them; kinds without faults are entered as a whole. Quantized weights
+    are assembled first from codes and scales, by configuration and headers. The only tensor data read are two tied
+    heads, to compare them, and the tails of padded tensors.
     """
     scheme, findings = scheme_of(checkpoint)
     book = _Book(Parameters(spec), checkpoint, scheme, Stock(stock(checkpoint.tensors) if kinds is None else kinds))
@@ -153,7 +152,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, matcher: Matcher, kinds: Se
 
 
 def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
-    """What the configuration says about storage, or why that is not read here."""
+    """The quantization scheme of the configuration, or why it is not supported."""
     try:
         beside = None
         if MODELOPT in checkpoint.side_files:
@@ -169,7 +168,7 @@ def scheme_of(checkpoint: Checkpoint) -> tuple[Scheme, tuple[Finding, ...]]:
 
 
 class _Book:
-    """The account while it is being written."""
+    """The ledger while it is being built."""
 
     def __init__(self, params: Parameters, checkpoint: Checkpoint, scheme: Scheme, stock: Stock) -> None:
         self.params = params
@@ -220,6 +219,9 @@ class _Book:
                     self.left_out[part.name] = match.rule.reason
             return
         param = self.params.get(match.params[0].replace("{e}", "0"))
+        if match.rule.transpose and packed.format.of_linear:
+            expected = "plain weights, or FP8 or INT8 codes"
+            self._wrong(("unsupported-format", match.rule.params[0], expected, packed.format.describe()), main, "")
         if param is not None and packed.format.padding > 1:
             packed = with_columns(packed, param.shape[-1]) or packed
             if wrong_part := misfit(packed):
@@ -236,7 +238,7 @@ class _Book:
             self.unconsumed.extend(part.name for part in packed.tensors[1:])
 
     def _fill(self, tensor: TensorInfo, match: Match, packed: Packed | None) -> list[str]:
-        """Enters each parameter that a tensor, or the weight it is the first of, fills; returns their names."""
+        """Enters every parameter that a tensor (or the packed weight it begins) fills; returns their names."""
         filled: list[str] = []
         sound, elements = True, 0
         seen = tensor if packed is None else msgspec.structs.replace(tensor, shape=_rule_shape(packed))
@@ -261,7 +263,7 @@ class _Book:
         return filled
 
     def _broken(self, tensor: TensorInfo, match: Match) -> list[str]:
-        """Enters what a weight that cannot be put together would have filled: why it cannot is a finding already."""
+        """Marks the parameters of a weight that cannot be assembled; the reason is a finding already."""
         filled = [name for param in match.params for name in experts(param, self.params) if name in self.params]
         for name in filled:
             self.sources.setdefault(name, Source(tensor.name, ()))
@@ -269,7 +271,7 @@ class _Book:
         return filled
 
     def _whole(self, tensor: TensorInfo, match: Match, packed: Packed | None = None) -> bool:
-        """Enters a tensor that is one whole parameter, as most are; False when anything about it is unusual."""
+        """Enters a tensor that is exactly one parameter, as most are; False if anything about it is unusual."""
         (name,) = match.params
         param = self.params.get(name)
         shape = tensor.shape if packed is None else packed.shape
@@ -294,7 +296,7 @@ class _Book:
         return True
 
     def _is_matrix(self, name: str) -> bool:
-        """Whether a parameter is of those that formats are meant for."""
+        """Whether a parameter is of a kind that is quantized (a matrix)."""
         param = self.params[name]
         return len(param.shape) == 2 and param.role in QUANTIZED_ROLES
 
@@ -303,7 +305,7 @@ class _Book:
             self.plain.append(tensor.name)
 
     def leave_out(self, companions: set[str]) -> None:
-        """Of what nobody consumes: scales of activations and caches, which have a reason, and scales of the broken."""
+        """Leaves out unconsumed scales: those of activations and caches, with a reason, and those of broken weights."""
         gone = set(self.unconsumed) | self.left_out.keys()
         self.companions = {name for name in companions if name not in self.consumed and name not in gone}
         unknown = []
@@ -330,7 +332,7 @@ class _Book:
             return False
 
     def _said_quantized(self) -> Finding:
-        """Modules that the configuration counts among the quantized, stored plain: headers are the truth."""
+        """Reports modules that are quantized by the configuration but stored plain; headers decide."""
         none = self.sources.are_plain
         say = warning if none else note
         return say(
@@ -348,7 +350,7 @@ class _Book:
         self.problems.setdefault(problem, []).append((tensor.name, param))
 
     def settle_head(self, spec: ModelSpec) -> None:
-        """A head in the file is used, whatever the flag says; a missing one is the embedding if the flag allows."""
+        """Uses the output head in the file whatever the tie flag says; else the embedding, if the flag allows."""
         embed, head = self.sources.get("embed.weight"), self.sources.get("head.weight")
         if embed is None or not spec.tied_head:
             return
@@ -413,7 +415,7 @@ class _Book:
         )
 
     def _misfits(self) -> Iterator[Finding]:
-        """What tensors have that is not as their parameters need it."""
+        """Findings for tensors whose shape or dtype does not fit their parameters."""
         for problem in dict.fromkeys((*self.problems, *self.shapes)):
             groups, pairs = self.shapes.get(problem, ()), self.problems.get(problem, ())
             names, params = (Listed((pair[i] for pair in pairs), (g[i] for g in groups)) for i in (0, 1))
@@ -421,22 +423,22 @@ class _Book:
 
 
 def _few(names: Listed, tensors: Mapping[str, TensorInfo]) -> Sequence[str]:
-    """The names spelt out, if there are not very many tensors."""
+    """The names as a tuple, unless there are very many."""
     return names if len(tensors) >= MANY else tuple(names)
 
 
 def _is_plain(tensor: TensorInfo, param: Param | None) -> bool:
-    """Whether a tensor is read as it is: floats, or the whole numbers of a table."""
+    """Whether a tensor is stored unquantized: floats, or integers of a table."""
     return tensor.dtype in FLOATS or (param is not None and param.dtype == "I64" and tensor.dtype in ("I64", "I32"))
 
 
 def _is_longer(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether there are more rows than wanted, each of the shape that is wanted."""
+    """Whether the tensor has more rows than expected, each of the expected shape."""
     return len(stored) == len(wanted) > 0 and stored[1:] == wanted[1:] and stored[0] > wanted[0]
 
 
 def _rule_shape(packed: Packed) -> tuple[int, ...]:
-    """The shape of the tensor that rules speak of."""
+    """The shape that weight rules expect of the tensor."""
     shape = packed.shape
     return (*shape[:-2], shape[-1], shape[-2]) if packed.format.swapped else shape
 

@@ -31,7 +31,7 @@ JOB_BYTES = 16 << 20  # small pieces are read together
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far a rank has come: bytes of the checkpoint read of all it will read, and the layer that was just filled."""
+    """Progress of a rank's load: bytes read and to be read in total, and the layer that was just filled."""
 
     layer: int
     bytes_done: int
@@ -44,12 +44,12 @@ Progress = Callable[[LoadProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A rank's weights: tensors by storage name and by parameter name (views of the former), and how they came.
+    """A rank's weights: tensors by storage name and by parameter name (views of the former), with loading statistics.
 
-    `bytes_read` exceeds `bytes_needed`, both as stored, where shares of narrow rows are cut out of whole rows.
-    `read_s` is the time of reading, cutting and converting; standing still for memory that the system had yet to
-    provide is apart, in `pool`. `origin` says in words how the bytes came. Layers or
-    experts that come and go are not among the storages, but in `stream` or `experts`.
+    `bytes_read` exceeds `bytes_needed` (both as stored) where slices of narrow rows are cut out of whole rows.
+    `read_s` is the time for reading, cutting and converting; time spent waiting for pages from the system is in `pool`.
+    `origin` describes how the bytes were read. Layers or experts that are loaded and evicted are not among the
+    storages, but in `stream` or `experts`.
     """
 
     storages: dict[str, Tensor]
@@ -66,7 +66,7 @@ class Weights:
 
     @property
     def pool(self) -> PoolReport:
-        """How the memory is backed now; asking takes the system tens of milliseconds."""
+        """How the memory is backed now; the query takes tens of milliseconds."""
         return self.pools[0].report()
 
     @property
@@ -74,12 +74,12 @@ class Weights:
         return self.pools[0].device
 
     def residency(self) -> ResidencyReport | None:
-        """What came and went so far; None where all weights are in memory."""
+        """Statistics of loaded and evicted weights; None if all weights are resident."""
         coming = self.stream or self.experts
         return None if coming is None else coming.report()
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Memory by role; what comes and goes is one role of its own, since whose it is changes."""
+        """Memory by role; memory of streamed layers or experts is a role of its own."""
         coming = self.stream or self.experts
         if coming is None:
             return self.pieces.bytes_by_role()
@@ -95,7 +95,7 @@ class Weights:
         return tuple(pool.report() for pool in (*self.pools, *([coming.pool] if coming else ())))
 
     def close(self) -> None:
-        """End what goes on in the background."""
+        """Ends background work."""
         for coming in (self.stream, self.experts):
             if coming is not None:
                 coming.close()
@@ -166,7 +166,7 @@ def load(
 
 
 class Filling:
-    """Some pieces on their way into storages that are there. `params`: the place of each, by the parameter's name."""
+    """Fills some pieces into existing storages. `params`: the destination of each parameter by name."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class Filling:
         ahead_bytes: int = AHEAD_BYTES,
         by_layer: bool = False,
     ) -> Iterator[tuple[int, int]]:
-        """Read all pieces in order; (layer, bytes read) of one batch of them after the other."""
+        """Reads all pieces in order; yields (layer, bytes read) after each batch."""
         source, provide = self._checkpoint.source, None
         if self._pool is not None:
             self._pool.take_over()
@@ -266,7 +266,7 @@ def _allocate(pool: Pool, storage: Storage, device: torch.device) -> Tensor:
 
 
 def _place(storages: Mapping[str, Tensor], piece: Piece) -> Tensor:
-    """Where a piece goes: a view of its storage, without the padding."""
+    """The destination of a piece: a view of its storage, without padding."""
     home = storages[piece.storage]
     if piece.expert is not None:
         home = home[piece.expert]

@@ -47,7 +47,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pool:
-    """One contiguous range of memory, reserved and backed at once, from which tensors are taken and never returned.
+    """One contiguous range of memory, reserved as a whole, from which tensors are allocated and never freed.
 
     Tensors are views of the range and keep it alive. A pool never grows.
     """
@@ -108,17 +108,17 @@ class Pool:
         return cls(name, data_N[: pages.nbytes], pages)
 
     def wait(self, tensor: torch.Tensor | None = None) -> None:
-        """Return when every page up to the end of `tensor` (None: of the pool) is backed."""
+        """Waits until every page up to the end of `tensor` (None: of the pool) is backed."""
         if self._pages is not None:
             self._pages.wait(None if tensor is None else self._offset(tensor) + tensor.nbytes)
 
     def take_over(self) -> None:
-        """Back no more pages in the background: whoever writes to them calls `provide` before."""
+        """Stops backing pages in the background; writers must call `provide` first."""
         if self._pages is not None:
             self._pages.take_over()
 
     def provide(self, target: torch.Tensor | memoryview) -> None:
-        """Have the pages of a tensor of this pool, or of its bytes, backed now; nothing for memory of elsewhere."""
+        """Backs the pages of a tensor (or bytes) of this pool now; does nothing for other memory."""
         if self._pages is None:
             return
         if isinstance(target, memoryview):
@@ -138,11 +138,11 @@ class Pool:
 
     @property
     def waited_s(self) -> float:
-        """For how long somebody stood still for pages so far."""
+        """Time in seconds that callers have waited for pages so far."""
         return self._reserve_s if self._pages is None else self._pages.waited_s
 
     def stop(self) -> None:
-        """Back no more pages in the background, for a load that is given up."""
+        """Stops backing pages, when a load is abandoned."""
         if self._pages is not None:
             self._pages.stop()
 
@@ -199,7 +199,7 @@ class Pool:
         )
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Asserts the invariants."""
         assert 0 <= self._taken_bytes <= self.reserved_bytes
         assert self._taken_bytes % ALIGNMENT_BYTES == 0
         assert self._data_N.data_ptr() % ALIGNMENT_BYTES == 0

@@ -51,9 +51,9 @@ UNKNOWN: Problem = ("unsupported-format", "", "unknown", "", "")  # codes by nam
 
 
 class Grouped(NamedTuple):
-    """Weights by the name of their first tensor, the names of all others, and what was wrong.
+    """Quantized weights by the name of their first tensor, the names of all other tensors, and findings.
 
-    `broken`: first tensors of what should be a weight and is none, with the weight's name.
+    `broken`: first tensors of weights that cannot be assembled, with the weight's name.
     """
 
     weights: dict[str, Packed]
@@ -82,7 +82,7 @@ def group(
 
 
 def weight_name(name: str) -> str | None:
-    """The name of the weight whose codes a tensor holds; None for what belongs to another."""
+    """The name of the weight whose codes a tensor holds; None for its companions."""
     for ending, own in MAINS:
         if name.endswith(ending):
             return name[: len(name) - len(ending)] + own
@@ -90,7 +90,7 @@ def weight_name(name: str) -> str | None:
 
 
 def left_out(name: str) -> str | None:
-    """Why a tensor that tells how activations or caches are quantized is left out; None for any other."""
+    """Why a quantization parameter of activations or caches is left out; None for any other tensor."""
     module, _, last = name.rpartition(".")
     if last == "output_scale" and module.endswith(("k_proj", "v_proj", "qkv_proj")):
         return _CACHE
@@ -169,7 +169,7 @@ class _Grouping:
         return there
 
     def _claim(self, name: str, main: TensorInfo, format_: Format, there: Mapping[str, TensorInfo]) -> Packed | Problem:
-        """The weight in this format, or why it is none."""
+        """The weight in this format, or why its tensors do not form one."""
         key = (format_, *((suffix, tensor.dtype, tensor.shape) for suffix, tensor in there.items()))
         form = self.forms.get(key)
         if form is None:
@@ -188,12 +188,12 @@ class _Grouping:
 
 
 def suffixes(format_: Format) -> tuple[Part, ...]:
-    """Every part that any spelling of a format has, once."""
+    """The name suffixes of all parts in all variants of a format."""
     return tuple({part.suffix: part for variant in format_.variants() for part in variant.parts}.values())
 
 
 def fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Format | Problem:
-    """The spelling of a format that takes all the tensors that are there, or what is wrong with the nearest."""
+    """The variant of a format that fits the tensors, or what is wrong with the closest one."""
     problems: list[tuple[int, Problem]] = []
     codes = {variant.parts[0].suffix for variant in format_.variants()}  # of another spelling: a weight of its own
     for variant in format_.variants():
@@ -215,7 +215,7 @@ def fitting(format_: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) 
 
 
 def _mismatch(variant: Format, main: TensorInfo, there: Mapping[str, TensorInfo]) -> Problem | None:
-    """The first thing that keeps tensors from being a weight in this spelling of a format."""
+    """The first mismatch between the tensors and this variant of a format."""
     shape = variant.weight_shape(main.shape)
     if shape is None:
         dims = len(variant.parts[0].dims)
@@ -266,7 +266,7 @@ def _wrong(problem: Problem, names: Listed, tensors: Mapping[str, TensorInfo]) -
 
 
 def _unknown(names: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:
-    """Codes by name, in a checkpoint whose configuration does not say how to read them."""
+    """Refusal of quantized codes in a checkpoint whose configuration does not say how to read them."""
     return fatal(
         "unsupported-format",
         f"{names.shown()}: {len(names):,} weights are stored as codes with scales, and config.json does not say how to "

@@ -18,9 +18,9 @@ Where = tuple[str, str, bool, bool | None]  # both files, whether the index deci
 def settled(
     tensors: Iterable[TensorInfo], index: Mapping[str, str], source: ByteSource
 ) -> tuple[dict[str, TensorInfo], list[Finding]]:
-    """Of two copies of a tensor the index decides; without its word they must be equal, or neither is trusted.
+    """Chooses between two copies of a tensor by the index; if it does not list them, they must be equal.
 
-    Copies are compared byte by byte, up to `COMPARED_BYTES` in all.
+    Copies are compared byte by byte, up to `COMPARED_BYTES` in total.
     """
     first: dict[str, TensorInfo] = {}
     copies: dict[Where, list[str]] = {}
@@ -44,7 +44,7 @@ def settled(
 
 
 def are_equal(source: ByteSource, one: TensorInfo, other: TensorInfo) -> bool | None:
-    """Whether two stored tensors hold the same bytes; None where they cannot be read, which is said elsewhere."""
+    """Whether two stored tensors hold the same bytes; None if they cannot be read, which is reported elsewhere."""
     found = []
     for tensor in (one, other):
         data = bytearray(tensor.nbytes)

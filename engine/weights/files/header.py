@@ -68,7 +68,7 @@ _decode = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
 class Header(msgspec.Struct, frozen=True):
-    """One shard's tensors in file order, its size in bytes, and what is wrong with it."""
+    """One shard's tensors in file order, its size in bytes, and findings about it."""
 
     file: str
     file_bytes: int
@@ -82,7 +82,7 @@ def dtype_bytes(dtype: str, elements: int) -> int:
 
 
 def read_header(path: AnyPath) -> Header:
-    """The header of one file, checked against the file's size; a file that is no safetensors file is refused.
+    """The header of one file, checked against the file's size; other kinds of files are refused.
 
     Reads the length and the header only. Memory is bounded by what the file really holds, whatever it claims.
     """
@@ -90,7 +90,7 @@ def read_header(path: AnyPath) -> Header:
 
 
 class HeaderText(NamedTuple):
-    """A header as it is written, of `length_bytes`, and the size of its file."""
+    """The text of a header, its stated length, and the size of its file."""
 
     file: str
     file_bytes: int
@@ -116,7 +116,7 @@ def read_text(path: AnyPath) -> HeaderText:
 
 
 def refuse_dense(file: str, text: bytearray) -> None:
-    """Text that would take many times its own length in memory, as no header of tensors does."""
+    """Refuses text that would take many times its own length in memory when parsed."""
     if len(text) < DENSE_FROM_BYTES:
         return
     entries, numbers = text.count(b"{"), text.count(b",")
@@ -135,7 +135,7 @@ def refuse_dense(file: str, text: bytearray) -> None:
 
 
 def header_bytes(paths: Iterable[AnyPath]) -> int:
-    """What the headers of files here say they take, together; of files afar nothing is asked."""
+    """Total header length that local files state; remote files are not asked."""
     total = 0
     for path in paths:
         with contextlib.suppress(OSError, Refused):
@@ -146,7 +146,7 @@ def header_bytes(paths: Iterable[AnyPath]) -> int:
 
 
 def header_of(written: HeaderText) -> Header:
-    """The header that a text is, checked against the size of its file; the text is given up. Raises `Refused`."""
+    """Parses a header and checks it against the size of its file; the text is released. Raises `Refused`."""
     file, size, length, text = written
     refuse_dense(file, text)
     entries, findings = _parse(file, text)
@@ -166,9 +166,9 @@ _dtype_and_shape, _offsets = attrgetter("dtype", "shape"), attrgetter("data_offs
 
 
 def _sound(file: str, size: int, base: int, entries: _Entries) -> tuple[TensorInfo, ...] | None:
-    """The tensors of a header with nothing wrong in it, entries in the order of their data; else None.
+    """The tensors of a valid header whose entries are in the order of their data; else None.
 
-    The same questions as `_check` asks one by one, asked of whole columns, since all but a few headers are sound.
+    The same checks as `_check`, vectorised, since nearly all headers are valid.
     """
     kinds = list(map(_dtype_and_shape, entries.values()))
     try:
@@ -189,7 +189,7 @@ def _sound(file: str, size: int, base: int, entries: _Entries) -> tuple[TensorIn
 
 
 def kind_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor. Raises KeyError, TypeError and ValueError for one that cannot be."""
+    """Bytes of a tensor. Raises KeyError, TypeError or ValueError for an impossible one."""
     if len(shape) > MAX_DIMS:
         raise ValueError(shape)
     nbytes, over = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
@@ -212,7 +212,7 @@ def truncated(file: str, expected: int, size: int, tensors: Sequence[str]) -> Fi
 
 
 def _cut_in_header(file: str, header_end: int, size: int) -> Finding:
-    """How long the file should be stands in the part that is missing."""
+    """The finding for a file that ends within its header, so that its full length is unknown."""
     return fatal(
         "truncated-shard",
         f"{file} breaks off within its header: all of its tensors are missing",
@@ -224,7 +224,7 @@ def _cut_in_header(file: str, header_end: int, size: int) -> Finding:
 
 
 def _read_text(file: str, stream: BinaryIO, length: int) -> bytearray:
-    """The JSON text, less steps of blanks at its end, as writers pad it with.
+    """The JSON text without trailing padding.
 
     A zero byte, as in a hole of a sparse file, ends the reading since no JSON text has one.
     """
@@ -254,7 +254,7 @@ def _read_text(file: str, stream: BinaryIO, length: int) -> bytearray:
 
 
 def _parse(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
-    """Entries by name. The fast parser keeps the last of two equal keys: where there may be any, look closely."""
+    """Entries by name. The fast parser keeps the last of duplicate keys, so these are parsed closely."""
     try:
         entries = _decode(text)
         named = len(entries) - (METADATA in entries)
@@ -281,7 +281,7 @@ def _not_json(file: str, text: bytearray, problem: str) -> Finding:
 
 
 def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
-    """The same, slowly: names the entries that are wrong and the keys that occur twice."""
+    """The same, slowly: names invalid entries and duplicate keys."""
     twice: dict[str, None] = {}
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -322,14 +322,14 @@ def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]
 
 
 def _readable(name: str) -> str:
-    """The name with halves of surrogate pairs, which are no text, spelt out."""
+    """The name with lone surrogates escaped."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def _check(
     file: str, size: int, length: int, entries: _Entries, findings: list[Finding]
 ) -> tuple[tuple[TensorInfo, ...], list[Finding]]:
-    """The tensors that can be, one by one, and what is wrong with the others and with their places."""
+    """The valid tensors, checked one by one, and findings about the others and about the layout."""
     base = 8 + length
     tensors: list[TensorInfo] = []
     wrong: dict[str, list[tuple[str, str, str]]] = {}
@@ -357,7 +357,7 @@ def _check(
 
 
 def _layout(base: int, tensors: list[TensorInfo]) -> Mapping[str, list[tuple[str, str, str]]]:
-    """Sorts tensors by place and finds those that do not begin where the one before ends."""
+    """Sorts tensors by offset and finds gaps and overlaps."""
     tensors.sort(key=lambda tensor: (tensor.offset_bytes, tensor.nbytes))
     wrong: dict[str, list[tuple[str, str, str]]] = {}
     end = base
@@ -379,7 +379,7 @@ def _size_problems(file: str, size: int, end: int, tensors: list[TensorInfo], wh
 
 
 def trailing(file: str, end: int, size: int) -> Finding:
-    """The finding for a file that goes on where its tensors end."""
+    """The finding for trailing bytes after the last tensor."""
     return fatal(
         "trailing-bytes",
         f"{file} holds {size - end:,} byte{'' if size - end == 1 else 's'} that no tensor claims",
@@ -434,7 +434,7 @@ def over_the_cap(file: str, length: int, count: int) -> Finding:
 
 
 def _entry_problem(entry: _Entry) -> tuple[str, str, str]:
-    """What kind of problem an entry has, what was expected and what was found."""
+    """The kind of problem of an entry, what was expected and what was found."""
     absent = [key for key in _Entry.__struct_fields__ if getattr(entry, key) is None]
     if entry.dtype is None or entry.shape is None or entry.data_offsets is None:
         return f"an entry without {' and '.join(absent)}", "dtype, shape and data_offsets", f"no {', '.join(absent)}"
@@ -442,7 +442,7 @@ def _entry_problem(entry: _Entry) -> tuple[str, str, str]:
 
 
 def entry_problem(dtype: str, shape: tuple[int, ...], offsets: tuple[int, int]) -> tuple[str, str, str]:
-    """The same of an entry that has everything."""
+    """The same for an entry with all its keys."""
     if dtype not in DTYPE_BITS:
         return "an unknown dtype", "one of " + ", ".join(DTYPE_BITS), _readable(dtype[:40])
     if len(shape) > MAX_DIMS:

@@ -32,7 +32,7 @@ LARGE_BYTES = 4 << 20  # from which on columns are worth the trouble
 
 
 class Index(msgspec.Struct, frozen=True):
-    """Tensor name -> file, the sum of bytes that the index states, and what is wrong with the index by itself."""
+    """Tensor name -> file, the total size that the index states, and findings about the index itself."""
 
     weight_map: dict[str, str] | WeightMap
     stated_bytes: int | None
@@ -108,7 +108,7 @@ def read_index(directory: Path) -> Index | None:
 
 
 def _large(text: bytes) -> Index | None:
-    """The index of very many tensors, as `_sound` has it, in a fraction of the time; else None."""
+    """As `_sound`, much faster, for an index of very many tensors; else None."""
     from firstlight.engine.weights.files.weight_map import read_weight_map
 
     found = read_weight_map(text)
@@ -126,7 +126,7 @@ def _large(text: bytes) -> Index | None:
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """An index as every writer has it."""
+    """The structure of a usual index."""
 
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}
@@ -136,7 +136,7 @@ _decode_plain = msgspec.json.Decoder(_Plain).decode
 
 
 def _sound(text: bytes) -> Index | None:
-    """The index when nothing about it is unusual, in the time that the parser takes; else None."""
+    """The index if nothing about it is unusual; else None, and it is parsed closely."""
     try:
         found = _decode_plain(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -150,7 +150,7 @@ def _sound(text: bytes) -> Index | None:
 
 
 def _is_once(found: _Plain, text: bytes) -> bool:
-    """Whether surely no key occurs twice."""
+    """Whether it is certain that no key occurs twice."""
     keys = len(found.weight_map) + colons(found.metadata) + text.count(b'"metadata":') + 1
     return b"\\" not in text and text.count(b":") == keys
 
@@ -173,7 +173,7 @@ def _closely(raw: dict[str, Any], twice: tuple[str, ...]) -> Index:
 
 
 def _unusable(weight_map: object) -> str:
-    """What is in the place of a map: the first entry that is none, where there are others."""
+    """What was found instead of a valid map: its first invalid entry, if it is a map."""
     if isinstance(weight_map, dict):
         wrong = next(((name, file) for name, file in weight_map.items() if not isinstance(file, str)), None)
         return "an empty weight_map" if wrong is None else f"{wrong[0][:60]}: {json.dumps(wrong[1])[:60]}"
@@ -201,7 +201,7 @@ def _listed_twice(twice: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def _refuse_paths(files: set[str]) -> None:
-    """A shard is a plain file of the directory; what leaves it is unsafe, a folder below it is not read."""
+    """Refuses paths: a shard must be a plain file in the directory itself."""
     for file in sorted(files):
         parts = PurePosixPath(file.replace("\\", "/")).parts
         if len(parts) == 1 and parts[0] not in ("..", "/") and file == parts[0]:
@@ -244,7 +244,7 @@ _LAYERS = re.compile(r"(?:^|\.)layers\.\*\.")
 
 
 def held(tensors: Sequence[str]) -> str:
-    """In words what a file holds: `14 tensors of layers 3 to 5`, `15 tensors: 14 of layer 3, 1 of no layer`."""
+    """What a file holds, in words: `14 tensors of layers 3 to 5`, `15 tensors: 14 of layer 3, 1 of no layer`."""
     count = f"{len(tensors):,} tensor{'' if len(tensors) == 1 else 's'}"
     layers, of_layers = _layers_of(tensors)
     if not layers:
@@ -268,7 +268,7 @@ def _layers_of(tensors: Sequence[str]) -> tuple[set[int], int]:
 
 
 class Differences(NamedTuple):
-    """What is not the same in an index and in headers.
+    """Differences between an index and the headers.
 
     `unlisted`: tensors that the index lacks, in `unlisted_files`. `absent`: tensors that no header has, with their file
     by the index. `moved`: tensors in other files than the index says, which has the first of them in `moved_from`.
@@ -282,7 +282,7 @@ class Differences(NamedTuple):
 
 
 def differences(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Differences:
-    """What is not the same in an index and in headers, name by name."""
+    """Differences between an index and the headers, compared name by name."""
     if len(index) == len(tensors) and all(map(eq, map(index.get, tensors), map(attrgetter("file"), tensors.values()))):
         return Differences((), (), {}, (), "")
     unlisted = [name for name in tensors if name not in index]
@@ -303,9 +303,9 @@ def against_headers(
     broken: Iterable[str],
     invalid: Sequence[Finding] = (),
 ) -> Iterator[Finding]:
-    """What the index says of the files that were read, held against their headers.
+    """Findings from comparing the index with the headers of the files that were read.
 
-    `broken` files have none; `invalid` says of which tensors the entries in headers were found wrong already.
+    `broken`: files without a usable header. `invalid`: tensors whose header entries are already known to be wrong.
     """
     if unlisted := found.unlisted:
         yield warning(
@@ -362,7 +362,7 @@ def _of_readable(
 
 
 def against_payload(index: Index, payload_bytes: int) -> Iterator[Finding]:
-    """The index's own sum of bytes beside that of the headers; many releases count otherwise, so it is a note."""
+    """Compares the total size in the index with that of the headers; a note, since releases count it differently."""
     stated = index.stated_bytes
     if stated is not None and stated != payload_bytes:
         yield note(

@@ -52,7 +52,7 @@ def keys_twice(text: bytes, value: object) -> tuple[str, ...]:
 
 
 def colons(value: object) -> int:
-    """How many keys a JSON value holds at all levels."""
+    """Number of keys in a JSON value at all levels."""
     if isinstance(value, dict):
         return len(value) + sum(colons(item) for item in value.values() if isinstance(item, dict | list))
     return sum(colons(item) for item in value if isinstance(item, dict | list)) if isinstance(value, list) else 0
@@ -74,7 +74,7 @@ def _twice(text: bytes) -> tuple[str, ...]:
 
 
 def is_endless(said: str) -> bool:
-    """Whether a parser gave up on the length of a number."""
+    """Whether a parser failed because of the length of a number."""
     return "digits" in said and "limit" in said
 
 

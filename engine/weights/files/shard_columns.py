@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
 
 class ShardColumns(NamedTuple):
-    """One shard's tensors: name, form, where the data begins in the file; and what is wrong with it."""
+    """One shard's tensors as columns (name, form, offset in the file), with findings."""
 
     file: str
     names: Names
@@ -70,7 +70,7 @@ class ShardColumns(NamedTuple):
 
 
 def read_shard(path: AnyPath) -> ShardColumns | Header:
-    """The tensors of one file as columns, or, where anything is unusual, as the plain parser has them.
+    """The tensors of one file as columns or, if anything is unusual, from the plain parser.
 
     Raises `Refused` for a file that is no safetensors file.
     """
@@ -80,7 +80,7 @@ def read_shard(path: AnyPath) -> ShardColumns | Header:
 
 
 def columns_of(written: HeaderText) -> ShardColumns | None:
-    """The columns of a header that is written as most are, checked as the plain parser does; else None."""
+    """The columns of a usually formatted header, with the plain parser's checks; else None."""
     file, size, length, text = written
     refuse_dense(file, text)
     read = _entries(file, text)
@@ -108,7 +108,7 @@ def columns_of(written: HeaderText) -> ShardColumns | None:
 
 
 def _wrong_entries(found: ShardColumns, starts: Ints, stops: Ints, is_wrong: NDArray[np.bool_]) -> Iterator[Finding]:
-    """Entries whose dtype, shape and place cannot be, one finding a kind of problem."""
+    """Entries with impossible dtype, shape or offsets, one finding per kind of problem."""
     wrong: dict[str, tuple[str, str, list[Ints]]] = {}
     bad = np.flatnonzero(is_wrong)
     order = np.argsort(found.form[bad], kind="stable")
@@ -122,7 +122,7 @@ def _wrong_entries(found: ShardColumns, starts: Ints, stops: Ints, is_wrong: NDA
 
 
 def _layout(found: ShardColumns, starts: Ints, stops: Ints) -> Iterator[Finding]:
-    """Tensors, sorted by place, that do not begin where the one before ends, one finding a kind of problem."""
+    """Gaps and overlaps between tensors sorted by offset, one finding per kind of problem."""
     ends = np.concatenate(([0], np.maximum.accumulate(stops)[:-1]))
     parts = [("overlaps the tensor before it", starts < ends), ("leaves a gap before it", starts > ends)]
     wrong = [(np.flatnonzero(is_so), kind) for kind, is_so in parts if is_so.any()]
@@ -195,5 +195,5 @@ def _form(text: str) -> Form | None:
 
 
 def _is_whole(starts: Ints, stops: Ints, payload_bytes: int) -> bool:
-    """Whether data follow each other without a gap from first to last."""
+    """Whether the data is contiguous from first to last."""
     return bool(starts[0] == 0 and stops[-1] == payload_bytes and np.array_equal(starts[1:], stops[:-1]))

@@ -38,7 +38,7 @@ Series = tuple[str, str]  # what the names of the shards of one release share: t
 
 
 def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) -> tuple[list[str], list[Finding]]:
-    """The shard files to read, in order, and findings about absent ones and about ones that are left aside."""
+    """The shard files to read, in order, with findings about missing and ignored ones."""
     forks = [name for name in names if name.startswith(FORK)]
     found = [name for name in names if name.endswith(".safetensors") and name not in forks]
     present = [name for name in found if name not in ADAPTERS]
@@ -55,7 +55,7 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
 
 
 def _forks(names: Sequence[str]) -> Iterator[Finding]:
-    """What macOS leaves beside each file that it copies to another file system."""
+    """AppleDouble files (`._name`), which macOS creates when it copies to other file systems."""
     if names:
         yield note(
             "shadowed-file",
@@ -65,7 +65,7 @@ def _forks(names: Sequence[str]) -> Iterator[Finding]:
 
 
 def only_an_adapter(directory: Path, file: str) -> Finding:
-    """The finding for a directory that holds what changes a model, and no model."""
+    """The finding for a directory that holds an adapter (LoRA) without its base model."""
     return fatal(
         "missing-shard",
         f"{directory} holds an adapter (LoRA or the like), and not the model that it changes",
@@ -218,7 +218,7 @@ def _unlisted_and_absent(absent: list[str]) -> Finding:
 
 
 def _aside(files: list[str], reason: str, used: list[str], whole: bool = False) -> Iterator[Finding]:
-    """Files of weights that are not read, and which are read in their place."""
+    """Notes about weight files that are not read, and which are read instead."""
     if not files:
         return
     shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
@@ -235,7 +235,7 @@ def _aside(files: list[str], reason: str, used: list[str], whole: bool = False) 
 
 
 def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -> Finding:
-    """The finding for a directory without weights that can be read: what is there in their place."""
+    """The finding for a directory without readable weights, with what it holds instead."""
     others = {name: kind for name in names if (kind := OTHER_FORMATS.get(Path(name).suffix.lower()))}
     names = [name for name in names if not name.startswith(FORK)]
     started = [name for name in names if name.endswith(_UNFINISHED)]
@@ -264,7 +264,7 @@ def nothing(directory: Path, names: Iterable[str], index: Index | None = None) -
 
 
 def _unfinished(files: Iterable[str], names: Sequence[str]) -> Iterator[Finding]:
-    """Shards of full size that a download has not filled yet."""
+    """Findings for preallocated shards of an unfinished download."""
     there = set(names)
     for file, control in ((file, file + ending) for file in files for ending in _CONTROL):
         if control in there:
@@ -279,7 +279,7 @@ def _unfinished(files: Iterable[str], names: Sequence[str]) -> Iterator[Finding]
 
 
 def _holes(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
-    """Shards that read as zeros where nothing was written, as an interrupted download or copy leaves them."""
+    """Findings for sparse shards with holes, as an interrupted download or copy leaves them."""
     found = [(file, *hole) for file in files if (hole := _hole(directory / file)) is not None]
     if found:
         file, start, size = found[0]
@@ -295,7 +295,7 @@ def _holes(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
 
 
 def _hole(path: Path) -> tuple[int, int] | None:
-    """Where the first hole of a file begins, and its size; None without one, or where the system does not say."""
+    """Offset and size of the first hole of a file; None if there is none or the system cannot tell."""
     try:
         if not path.is_file():
             return None
@@ -308,7 +308,7 @@ def _hole(path: Path) -> tuple[int, int] | None:
 
 
 def _links(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
-    """Links that lead out of the directory, other than to the blobs of a Hugging Face cache, are worth knowing."""
+    """Notes about links that leave the directory, except to blobs of a Hugging Face cache."""
     homes = (directory, directory.parent.parent / "blobs")
     out = []
     for file in files:

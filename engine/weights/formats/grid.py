@@ -95,7 +95,7 @@ class Packing(msgspec.Struct, frozen=True):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What a weight is held as, codes and scales first."""
+        """The roles of the tensors that are held, codes and scales first."""
         more = (("zero", self.zero), ("outer", self.outer), ("order", self.ordered))
         return ("codes", "scale", *(role for role, is_there in more if is_there))
 
@@ -108,7 +108,7 @@ class Packing(msgspec.Struct, frozen=True):
         return self.rows, WHOLE if role == "outer" else 1
 
     def shape(self, role: str, rows: int) -> tuple[int, int]:
-        """What is held of `rows` rows."""
+        """The shape of what is held for `rows` rows."""
         of_rows, of_columns = self.grid(role)
         if role == "codes":
             return rows, -(-self.columns * CODE_BITS[self.code] // 8)
@@ -131,6 +131,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     label: ClassVar[str] = ""
     swapped: ClassVar[bool] = False  # the tensor that rules speak of is [..., columns, rows]
+    of_linear: ClassVar[bool] = False  # rows are outputs, however an architecture has its plain weight
 
     @property
     def padding(self) -> int:
@@ -171,7 +172,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         )
 
     def is_even(self, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
-        """Whether a weight of `shape` falls into shards of `local` between blocks."""
+        """Whether shards of shape `local` cut a weight of `shape` only between blocks."""
         axes = [axis for part in self.parts for axis in part.dims if isinstance(axis, Axis) and not axis.whole]
         return all(local[a.dim] == shape[a.dim] or local[a.dim] % a.block == 0 for a in axes)
 
@@ -188,11 +189,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return None
 
     def hindrance(self, codes: str) -> str:
-        """What keeps operators from multiplying by codes of this dtype; empty where nothing does."""
+        """Why operators cannot multiply by codes of this dtype; empty if they can."""
         return "" if self.packing(codes) is not None else f"no operator multiplies by codes in {codes}"
 
     def lies(self, role: str) -> bool:
-        """Whether the bytes of a stored part are those that are held."""
+        """Whether a stored part is held byte for byte as stored."""
         return role in ("codes", "scale")
 
     def laid(self, role: str, stored: Tensor, box: Box) -> Tensor:
@@ -207,7 +208,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         raise NotImplementedError
 
     def problem(self, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[str, str, str] | None:
-        """What is wrong with values that say how to unpack: (role of the part, expected, found)."""
+        """What is wrong with companion tensors, as (role of the part, expected, found); None if nothing."""
         return None
 
     def describe(self) -> str:

@@ -35,7 +35,7 @@ def is_block(value: object) -> TypeGuard[list[int]]:
 
 
 def refuse(key: str, value: object, expected: str) -> NoReturn:
-    """A value that cannot be."""
+    """Refuses (config-invalid) an impossible value of an option."""
     raise Refused(
         fatal(
             "config-invalid",
@@ -49,7 +49,7 @@ def refuse(key: str, value: object, expected: str) -> NoReturn:
 
 
 class Options:
-    """The object under `quantization_config`; `seen` are the keys that were asked for."""
+    """Reads the object under `quantization_config`; `seen` collects the keys that were read."""
 
     def __init__(self, raw: Mapping[str, Any], seen: set[str] | None = None) -> None:
         self.raw = raw
@@ -91,7 +91,7 @@ class Options:
         return value
 
     def unsupported(self, key: str, value: object, expected: str) -> NoReturn:
-        """A value that stands for a layout that is not read here."""
+        """Refuses (unsupported-format) a value that means an unsupported layout."""
         method = self.get("quant_method", "?")
         raise Refused(
             fatal(

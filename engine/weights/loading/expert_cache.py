@@ -33,9 +33,9 @@ Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 class ExpertCache:
-    """Experts of all layers of a rank in slots, the least recently used one leaving first.
+    """A rank's experts of all layers in a limited number of slots; the least recently used one is evicted.
 
-    Layers whose experts have equal shapes share their slots; slots are dealt out to the others by their size.
+    Layers whose experts have equal shapes share slots; between others slots are divided by size.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ExpertCache:
         return site in self._banks
 
     def experts(self, site: str) -> int:
-        """How many experts of a site this rank holds, in memory or not."""
+        """How many experts of a site belong to this rank, in memory or not."""
         return self._sites[site][0].shape[0]
 
     def routed(self, site: str, ids_Tk: Tensor, first: int, call: Call) -> Tensor:
@@ -152,7 +152,7 @@ class ExpertCache:
             bank.check()
 
     def close(self) -> None:
-        """Nothing goes on in the background but the backing of memory."""
+        """Ends background work; only the backing of memory may continue."""
         self._pool.stop()
 
     def _staging(self, site: str) -> int:
@@ -164,7 +164,7 @@ class ExpertCache:
         return min(STAGING_BYTES, 4 * of_one)
 
     def _fetch(self, site: str, bank: _Bank, absent: Sequence[int]) -> None:
-        """Read experts into slots; a slot whose reading failed holds nothing."""
+        """Reads experts into slots; a slot whose read failed is empty."""
         storages: dict[str, Tensor] = {}
         pieces: list[Piece] = []
         described: list[Storage] = []
@@ -198,14 +198,14 @@ class _Bank:
         self._free = list(range(size))
 
     def touch(self, site: str, experts: Sequence[int]) -> list[int]:
-        """Make these the youngest; those that are not here."""
+        """Marks these experts as most recently used; returns those that are not in memory."""
         for expert in experts:
             if (site, expert) in self.where:
                 self.where.move_to_end((site, expert))
         return [expert for expert in experts if (site, expert) not in self.where]
 
     def take(self, site: str, expert: int) -> int:
-        """A slot for an expert: a free one, or that of the oldest."""
+        """A slot for an expert: a free one, or that of the least recently used expert."""
         slot = self._free.pop() if self._free else self.where.popitem(last=False)[1]
         self.where[site, expert] = slot
         return slot
@@ -238,7 +238,7 @@ def _signature(site: str, storages: Sequence[Storage]) -> Signature:
 
 
 def _expert_bytes(storages: Sequence[Storage]) -> int:
-    """Bytes of one expert, aligned as in a pool."""
+    """Bytes of one expert, with the pool's alignment."""
     return sum(aligned(storage.nbytes // storage.shape[0]) for storage in storages)
 
 
@@ -249,7 +249,7 @@ def _counts(
     other_bytes: int,
     largest: Largest,
 ) -> dict[Signature, int]:
-    """How many experts of each kind have room: all, or a share of the budget like their share of all bytes."""
+    """How many experts of each kind fit: all, or in proportion to their share of all bytes."""
     all_of = {key: sum(sites[site][0].shape[0] for site in own) for key, own in groups.items()}
     if budget_bytes is None:
         return all_of

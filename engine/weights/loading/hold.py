@@ -88,7 +88,7 @@ def hold(
 
 
 def _loaded(checkpoint: Checkpoint, pieces: RankPieces, device: torch.device, *how: Any, **options: Any) -> Weights:
-    """What stays, of files that nobody changed meanwhile."""
+    """The resident weights, after checking that no file changed meanwhile."""
     untouched = Untouched(checkpoint, pieces.pieces)
     weights = load(checkpoint, pieces, device, *how, **options)
     untouched.check()
@@ -96,7 +96,7 @@ def _loaded(checkpoint: Checkpoint, pieces: RankPieces, device: torch.device, *h
 
 
 def _sees(storage: Storage) -> bool:
-    """Whether pictures alone need it."""
+    """Whether a parameter is needed only for pictures."""
     return storage.name.startswith(("vision.", "projector."))
 
 

@@ -34,7 +34,7 @@ MADV_COLLAPSE = 25  # Linux 6.1
 
 
 class Pages:
-    """A range of zeroed memory that starts on a huge page; threads of its own back it from its start to its end.
+    """A range of zeroed memory aligned to huge pages, backed from start to end by its own threads.
 
     Whoever is about to write to it may take over from them (`take_over`) and have what is missing backed where and when
     it is needed (`provide`), by the thread that writes to it: what was just zeroed is still in its cache. The memory
@@ -70,7 +70,7 @@ class Pages:
         self._ask_for_huge(huge_pages)
 
     def back(self, threads: int = 1, slow_huge_page_s: float = SLOW_HUGE_PAGE_S) -> None:
-        """Begin to back all of the range, in order, by `threads` threads; returns at once.
+        """Starts backing the whole range, in order, with `threads` threads; returns at once.
 
         Where huge pages take longer than `slow_huge_page_s` each, the rest is backed by small ones.
         """
@@ -139,7 +139,7 @@ class Pages:
                 worker.join()
 
     def stop(self) -> None:
-        """Back no more pages; what is backed stays."""
+        """Stops backing pages; pages that are backed stay."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
@@ -152,7 +152,7 @@ class Pages:
         return not self._stop and not (failed and ctypes.get_errno() == errno.EINVAL)
 
     def check(self) -> None:
-        """Assert what always holds between calls."""
+        """Asserts the invariants between calls."""
         with self._changed:
             assert self._is_done(0, self._frontier), "a page counts as backed that is not"
             assert NOT_BEGUN not in self._units[: self._next_unit], "a page was passed over"
@@ -216,7 +216,7 @@ class Pages:
             self._changed.notify_all()
 
     def _give_up_huge(self) -> None:
-        """From here on small pages, and why."""
+        """Switches to small pages, with the reason."""
         self._ask_for_huge(False)
         self.reason = (
             f"the system took {self._pace.slow_page_s * 1e3:.1f} ms to provide a huge page, so small ones are used for "
@@ -228,7 +228,7 @@ class Pages:
             self._touch(offset, nbytes)
 
     def _touch(self, offset: int, nbytes: int) -> None:
-        """Write to every page what is in it."""
+        """Touches every page by writing its contents back."""
         view = memoryview(self.area)
         for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
             view[page] = view[page]
@@ -307,7 +307,7 @@ class _Pace:
             self._took_s = [*self._took_s[1 - LAST_PAGES :], seconds]
 
     def turns_slow(self) -> bool:
-        """Whether it has become slow since the last question; it never becomes fast again."""
+        """Whether it became slow since the last call; it stays slow from then on."""
         slow = [seconds for seconds in self._took_s if seconds > self.slow_s]
         if self.is_slow or not slow or (len(slow) < LAST_PAGES and max(slow) <= HOPELESS * self.slow_s):
             return False
@@ -344,7 +344,7 @@ def huge_page_bytes(address: int, nbytes: int) -> tuple[int | None, str | None]:
 
 
 def backed_bytes(address: int, nbytes: int) -> int | None:
-    """Bytes of a range of this process that are in memory; None where the system does not tell."""
+    """Resident bytes of a memory range of this process; None if the system cannot tell."""
     found = _smaps(address, nbytes)
     return None if found is None else found["Rss"]
 

@@ -73,7 +73,7 @@ class Placing:
         self.pool = pool
 
     def steps(self, piece: Piece) -> Iterator[Step]:
-        """What is to be done for a piece; nothing for an empty one."""
+        """The steps for a piece; none for an empty one."""
         if not math.prod(piece.shape):
             return
         place = self.places[piece.param]
@@ -91,7 +91,7 @@ class Placing:
         yield from self._staged(piece, info, run)
 
     def _straight(self, info: TensorInfo, run: Run, place: Tensor) -> Iterator[Step]:
-        """Read right into place."""
+        """Reads directly into place."""
         bytes_of = writable_bytes if self.pool is None else self.pool.bytes_of
         yield Step((info.name,), run.nbytes, lambda: (list(run.reads(info.file, bytes_of(place))), _nothing), False)
 
@@ -108,7 +108,7 @@ class Placing:
         return (info, run) if is_held and is_whole(info, _region(bounds), run) else None
 
     def read_bytes(self, piece: Piece) -> int:
-        """Bytes that are read for a piece."""
+        """Bytes that are read for a piece, including what is cut away."""
         return sum(step.nbytes for step in self.steps(piece))
 
     def needed_bytes(self, piece: Piece) -> int:
@@ -219,7 +219,7 @@ class Placing:
 
 
 def _nothing() -> None:
-    """There is nothing to do behind reads that went straight into place."""
+    """No operation: the read went straight into place."""
 
 
 def _box(region: Region) -> Box:
@@ -231,7 +231,7 @@ def _region(box: Box) -> Region:
 
 
 def cut(info: TensorInfo, region: Region, run: Run, raw: Tensor) -> Tensor:
-    """The region, of all its dims, out of the bytes of a run that covers its rows."""
+    """Cuts a region out of the bytes that cover its rows."""
     dtype = STORED_DTYPES[info.dtype]
     if not info.shape:
         return raw.view(dtype).view(())
@@ -246,7 +246,7 @@ def cut(info: TensorInfo, region: Region, run: Run, raw: Tensor) -> Tensor:
 
 
 def _copy(piece: Piece, values: Tensor, first: int, place: Tensor) -> None:
-    """Puts rows of a region, counted from `first`, into place."""
+    """Copies rows of a region, counted from `first`, into place."""
     target = place.mT if piece.transpose else place
     if not target.dim() or not values.dim():  # a single number
         target.copy_(values.reshape(target.shape))
@@ -289,7 +289,7 @@ def _boxes(region: Region, packed: Packed) -> Iterator[tuple[Box, int, int, int]
 def _unpack(
     piece: Piece, packed: Packed, stored: dict[str, Tensor], box: Box, where: tuple[int, int, int], place: Tensor
 ) -> None:
-    """Numbers of a box, cut to the region, into place."""
+    """Unpacks a box of a weight and copies the region of it into place."""
     skipped, first, count = where
     major = next(axis.dim for axis in packed.format.parts[0].dims if isinstance(axis, Axis))
     values = packed.format.unpack(stored, box, packed.shape)
@@ -303,7 +303,7 @@ def _unpack(
 
 
 def refuse_if_wrong(packed: Packed, stored: Mapping[str, Tensor]) -> None:
-    """Raises `Refused` where a part that says how to unpack a weight does not fit it."""
+    """Raises `Refused` if a companion tensor (order, zero points, shape) does not fit its weight."""
     problem = packed.format.problem(stored, packed.shape)
     if problem is None:
         return

@@ -28,15 +28,14 @@ POLL_S = 0.1  # how soon a cancellation is seen
 
 
 class Cancelled(FirstlightError):
-    """Reading was given up because somebody asked for it."""
+    """Reading was cancelled by the caller."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Pieces (file, offset, writable contiguous memory) that are of use together; `payload` is the caller's own.
+    """Pieces (file, offset, writable contiguous memory) that are needed together; `payload` is the caller's own.
 
-    `tensors` names what each piece is of, for what is said of a read that fails; none: nothing is named. `left` counts
-    the reads that are still to end.
+    `tensors` names the tensor of each piece for error messages. `left` counts the unfinished reads.
     """
 
     pieces: Sequence[Piece]
@@ -70,7 +69,7 @@ class _Read:
 
     @property
     def span(self) -> tuple[int, int]:
-        """From the first byte in the file to behind the last one."""
+        """The byte range [first, last + 1) in the file."""
         if self.rows is not None:
             length = (self.rows.count - 1) * self.rows.stride_bytes + self.rows.span_bytes
         else:
@@ -218,7 +217,7 @@ def read_jobs(
 
 
 class _Readers:
-    """Threads that carry out reads in the order they were added; the first failure is raised where it is waited for."""
+    """Reader threads, which execute reads in order; the first failure is raised in the waiting caller."""
 
     def __init__(self, source: ByteSource, threads: int | None, provide: Provide | None, tells: bool) -> None:
         """`tells`: every read is told of when it ends; else jobs alone, so that nobody is woken in between."""
