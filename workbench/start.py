@@ -57,16 +57,8 @@ def start_host(
 def _begin(
     options: EngineOptions, http: HostOptions | None, run_dir: Path | None, detached: bool, make_token: bool
 ) -> AnyHost:
-    if detached and (options.hosts or launched() is not None):
-        raise Refused(
-            fatal(
-                "usage",
-                "an engine of several hosts ends with the process that started it",
-                expected="not detached",
-                found="detached",
-                next="start it with `firstlight serve`, and leave that running",
-            )
-        )
+    if detached:
+        refuse_detached(options)
     if launched() is not None:
         from firstlight.engine.serving.launched import LaunchedHost
 
@@ -78,6 +70,20 @@ def _begin(
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     checkpoint, mesh = values.pop("checkpoint"), values.pop("mesh")
     return Host.start(checkpoint, mesh, run_dir=run_dir, detached=detached, http=http, make_token=make_token, **values)
+
+
+def refuse_detached(options: EngineOptions) -> None:
+    """Raises `Refused` for an engine that cannot be left running."""
+    if options.hosts or launched() is not None:
+        raise Refused(
+            fatal(
+                "usage",
+                "an engine of several hosts ends with the process that started it",
+                expected="not detached",
+                found="detached",
+                next="start it with `firstlight serve`, and leave that running",
+            )
+        )
 
 
 @contextmanager

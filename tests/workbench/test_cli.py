@@ -121,6 +121,16 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(
     assert "Traceback" not in err
 
 
+def test_what_a_rung_far_up_would_refuse_is_refused_before_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "golden.safetensors").write_bytes(b"no golden file")
+    for wrong in (["--golden", "absent"], ["--golden", "golden.safetensors"], ["--detached", "--hosts", "a,b"]):
+        assert say(capsys, "up", str(ROOT / "data" / "samples" / "menagerie"), *wrong)[0] == 2
+    assert not (tmp_path / "runs").exists()
+
+
 def test_nothing_is_made_for_a_checkpoint_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from firstlight.workbench.arguments import stated
 from firstlight.workbench.commands import options
 from firstlight.workbench.report import Report
 from firstlight.workbench.runs import name_of
 from firstlight.workbench.session import Session
+
+if TYPE_CHECKING:
+    from firstlight.engine.serving.options import EngineOptions
 
 FIELDS = {"operator": "operators"}  # options whose value the engine knows by another name
 
@@ -28,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     options.refuse_absent_directory(arguments.checkpoint, "config.json")
     engine_options = options.options_of(arguments)
+    _refuse_what_would_end_late(arguments, engine_options)
     from firstlight.workbench.bringup import Bringup
     from firstlight.workbench.ladder import climb
 
@@ -60,3 +65,15 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         report = climb(bringup, session.face, arguments.golden, arguments.deep, arguments.cluster, adaptation)
     session.has_said_all = True  # a line a rung as they ended; the reports are in the run directory
     return report
+
+
+def _refuse_what_would_end_late(arguments: argparse.Namespace, engine_options: EngineOptions) -> None:
+    """What a rung far up would refuse, before the first one begins: a golden file that is none, say."""
+    from firstlight.workbench.start import refuse_detached
+
+    if arguments.detached:
+        refuse_detached(engine_options)
+    if arguments.golden is not None:
+        from firstlight.workbench.golden import Golden
+
+        Golden.read(arguments.golden)
