@@ -124,20 +124,26 @@ def enter_kinds(book: Book, matcher: Matcher) -> None:
                 _enter(book, weights, matcher)
     for kind in many:
         if not FLOATS.isdisjoint(kind.dtypes) and (left := book.stock.left(kind.pattern)) is not None:
-            for places in left.alike(()):
-                alike = left.those(places)
-                if len(alike.tensors) >= FEWEST and alike.dtypes[0] in FLOATS:
-                    _enter(book, _Weights(kind.pattern, alike.shapes[0], alike, (alike,)), matcher)
+            for _, named in book.scheme.of_kind(kind.pattern.removesuffix(".weight"), left):
+                part = left.those(named)
+                for places in part.alike(()):
+                    alike = part.those(places)
+                    if len(alike.tensors) >= FEWEST and alike.dtypes[0] in FLOATS:
+                        _enter(book, _Weights(kind.pattern, alike.shapes[0], alike, (alike,)), matcher)
 
 
 def _packed(kind: Kind, kinds: Mapping[str, Kind], scheme: Scheme) -> Iterator[_Weights]:
     """The quantized weights whose codes are a kind, those together that have the same parts of the same shapes."""
     weight = weight_name(kind.pattern)
-    if weight is None or scheme.numbered or (not scheme.formats and weight == kind.pattern):
+    if weight is None or (not scheme.formats and weight == kind.pattern):
         return
-    format_ = scheme.of((weight_name(kind.first) or "").removesuffix(".weight"))
-    if format_ is None and scheme.formats:
-        return
+    for format_, places in scheme.of_kind(weight.removesuffix(".weight"), kind):
+        if format_ is not None or not scheme.formats:
+            yield from _packed_as(kind.those(places), weight, format_, kinds)
+
+
+def _packed_as(kind: Kind, weight: str, format_: Format | None, kinds: Mapping[str, Kind]) -> Iterator[_Weights]:
+    """The same of codes that are all announced in one format, or in none."""
     beside: dict[str, tuple[Kind, Sequence[int]]] = {}
     for part in suffixes(format_) if format_ is not None else BESIDE:
         for pattern in part_names(weight, part):
@@ -321,9 +327,7 @@ def _with_columns(weights: _Weights, wanted: tuple[int, ...]) -> tuple[int, ...]
 
 def _may_be_plain(scheme: Scheme, dims: int, roles: frozenset[str]) -> bool:
     """Whether it is known of all tensors alike, stored plain, if the configuration calls them quantized."""
-    if dims != 2 or not scheme.groups or roles.isdisjoint(QUANTIZED_ROLES):
-        return True
-    return not scheme.numbered and roles <= QUANTIZED_ROLES
+    return dims != 2 or not scheme.groups or roles.isdisjoint(QUANTIZED_ROLES) or roles <= QUANTIZED_ROLES
 
 
 def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[Kind]:

@@ -53,6 +53,7 @@ class Quantized:
         self.scheme = _of_first_experts(scheme)
         self._names = TensorNames(rules)
         self._by_layer = _patterns_by_layer(self.scheme)
+        self._tells_layers = _has_numbered_expressions(self.scheme)
         self._roles = QUANTIZED_ROLES | ({"head"} if scheme.head else set())
         self._formats: dict[str, Format | None] = {}
 
@@ -63,7 +64,7 @@ class Quantized:
 
     def layer_key(self, layer: int) -> Hashable:
         """The patterns of the scheme that name the layer."""
-        return self._by_layer.get(str(layer), frozenset()), layer if _has_numbered_expressions(self.scheme) else None
+        return self._by_layer.get(str(layer), frozenset()), layer if self._tells_layers else None
 
     def is_even(self, param: Param, shape: tuple[int, ...]) -> bool:
         """Whether shards of `shape` begin and end between blocks."""

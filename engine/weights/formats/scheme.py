@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import TYPE_CHECKING
 
 from firstlight.engine.weights.formats.grid import Format
 from firstlight.engine.weights.formats.refusing import refuse
+from firstlight.engine.weights.names.patterns import parted
 
-_REGEX = re.compile(r"[\\\[\](){}^$+?|*]")
-_DIGITS = re.compile(r"\d+")
+if TYPE_CHECKING:
+    from firstlight.engine.weights.names.stock import Kind
+
+_REGEX = re.compile(r"[\\[\](){}^$+?|*]")
+_DIGIT = re.compile(r"[0-9]")
+_NUMBER = re.compile(r"[0-9]+")
+_NO_NUMBERS = re.compile(
+    r"[\[\]{}]|\\[0-9]|\(\?(?!:|=|<=\\\.\))"
+)  # in an expression: digits may be more than themselves
 _ENDLESS = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")  # (a+)+ takes for ever where it does not match
 
 
@@ -25,9 +36,9 @@ class Modules:
         self.patterns = tuple(patterns)
         plain = [p for p in self.patterns if not p.startswith("re:") and not _REGEX.search(p)]
         self._literal = frozenset(plain)
-        self._longest = max((p.count(".") + 1 for p in plain), default=0)
+        self._lengths = sorted({p.count(".") + 1 for p in plain})
         self._regexes = tuple(_compiled(p) for p in dict.fromkeys(self.patterns) if p not in self._literal)
-        self.numbered = any(_DIGITS.search(p) for p in self.patterns)
+        self.numbered = any(_DIGIT.search(p) for p in self.patterns)
 
     def __contains__(self, module: str) -> bool:
         if self._literal and self._has_literal(module):
@@ -39,11 +50,81 @@ class Modules:
 
     def _has_literal(self, module: str) -> bool:
         parts = module.split(".")
-        for start in range(len(parts)):
-            for stop in range(start + 1, min(len(parts), start + self._longest) + 1):
-                if ".".join(parts[start:stop]) in self._literal:
+        for length in self._lengths:
+            for start in range(len(parts) - length + 1):
+                if ".".join(parts[start : start + length]) in self._literal:
                     return True
         return False
+
+    def of_kind(self, pattern: str, kind: Kind) -> Collection[int]:
+        """The places of members of a kind that are among these, called by `pattern` with their numbers.
+
+        A range: all of them. Names are looked at one by one only where a pattern may tell their numbers apart.
+        """
+        every, examples = range(len(kind.tensors)), list(_examples(pattern, kind.numbers))
+        if not any(found.match(example) for found in self._loosely for example in examples):
+            named = [example in self for example in examples]
+            if all(named) or not any(named):
+                return every if all(named) else ()
+            return [place for place, name in enumerate(_called(kind, pattern)) if _DIGIT.sub("0", name) in self]
+        found = set(self._of_literals(pattern, kind))
+        telling = [own for loose, own in self._together if any(loose.match(example) for example in examples)]
+        names = _called(kind, pattern) if telling else []
+        found.update(place for place, name in enumerate(names) if any(own.match(name) for own in telling))
+        return found
+
+    def _of_literals(self, pattern: str, kind: Kind) -> Iterator[int]:
+        """Places of members that plain names name: where numbers stand in these, a member has the same."""
+        parts = pattern.split(".")
+        stars = [place for place, part in enumerate(parts) if part.endswith("*")]
+        wanted: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
+        for own in (literal.split(".") for literal in self._literal):
+            for start in range(len(parts) - len(own) + 1):
+                both = zip(own, parts[start:], strict=False)
+                numbers = {start + at: parted(f".{mine}") for at, (mine, part) in enumerate(both) if mine != part}
+                if all(pattern == f".{parts[at]}" for at, (pattern, _) in numbers.items()):
+                    chosen = tuple(stars.index(at) for at in numbers)
+                    wanted[chosen].add(tuple(number for _, (number,) in numbers.values()))
+        rows = [parted(name)[1] for name in kind.names] if wanted else []
+        for chosen, known in wanted.items():
+            yield from (place for place, row in enumerate(rows) if tuple(row[star] for star in chosen) in known)
+
+    @cached_property
+    def _loosely(self) -> list[re.Pattern[str]]:
+        """What matches wherever a pattern that spells numbers may match, whatever these are."""
+        found = dict.fromkeys(map(_any_numbers, filter(_DIGIT.search, self.patterns)))
+        return [re.compile(text) for text in found]
+
+    @cached_property
+    def _together(self) -> list[tuple[re.Pattern[str], re.Pattern[str]]]:
+        """The expressions, those that differ in numbers only as one, each behind one that matches wherever it may."""
+        alike: dict[str, list[str]] = defaultdict(list)
+        for own in (regex.pattern for regex in self._regexes):
+            alike[own if _NO_NUMBERS.search(own) else _NUMBER.sub("0", own)].append(own)
+        both = ((_any_numbers(f"re:{group[0]}"), "|".join(f"(?:{own})" for own in group)) for group in alike.values())
+        return [(re.compile(loose), re.compile(own)) for loose, own in both]
+
+
+def _examples(pattern: str, numbers: Sequence[Sequence[int]]) -> Iterator[str]:
+    """A name of a pattern for each choice of how many digits its numbers have, with zeros for these."""
+    words = pattern.split("*")
+    lengths = [sorted({len(str(number)) for number in column}) for column in numbers]
+    for choice in product(*lengths):
+        yield words[0] + "".join("0" * size + word for size, word in zip(choice, words[1:], strict=True))
+
+
+def _any_numbers(pattern: str) -> str:
+    """An expression that matches what a pattern matches, and the same with other numbers."""
+    is_plain = not pattern.startswith("re:") and not _REGEX.search(pattern)
+    own = rf"(?:.*\.)?{re.escape(pattern)}(?=\.|$)" if is_plain else _compiled(pattern).pattern
+    return ".*" if _NO_NUMBERS.search(own) else _NUMBER.sub("[0-9]+", own)
+
+
+def _called(kind: Kind, pattern: str) -> list[str]:
+    """What members of a kind are called by another pattern with their numbers."""
+    names = kind.as_names(pattern)
+    form = pattern.replace("%", "%%").replace("*", "%d")
+    return [form % parted(name)[1] for name in kind.names] if names is None else names
 
 
 @lru_cache(maxsize=4096)
@@ -102,10 +183,29 @@ class Scheme:
         """The format of a linear module, by its name in the checkpoint; None: stored plain."""
         if not self.groups:
             return None
-        key = module if self.numbered else _DIGITS.sub("0", module)
+        key = module if self.numbered else _DIGIT.sub("0", module)
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
+
+    def of_kind(self, pattern: str, kind: Kind) -> list[tuple[Format | None, Sequence[int]]]:
+        """Members of a kind by the format of the linear module that each belongs to, by its name, which is `pattern`.
+
+        A range: all of them.
+        """
+        left: Sequence[int] = range(len(kind.tensors))
+        found: list[tuple[Format | None, Sequence[int]]] = []
+        named = [group for group in self.groups if group.targets is not None]
+        for modules, format_ in ((self.kept, None), *((group.targets, group.format) for group in named)):
+            own = modules.of_kind(pattern, kind) if modules and left else ()
+            if isinstance(own, range):
+                return [*found, (format_, left)]
+            if own:
+                own = set(own)
+                found.append((format_, [place for place in left if place in own]))
+                left = [place for place in left if place not in own]
+        every = next((group.format for group in self.groups if group.targets is None), None)
+        return [item for item in (*found, (every, left)) if len(item[1])]
 
     def _find(self, module: str) -> Format | None:
         if module in self.kept:

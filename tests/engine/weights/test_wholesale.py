@@ -249,7 +249,18 @@ def test_the_configuration_of_another_release(change: str, tmp_path: Path, monke
     assert not fast.complete
 
 
-@pytest.mark.parametrize("kept", [["re:.*layers.3.*"], ["model.layers.1"], ["re:.*experts.*"]])
+KEPT = (
+    ["re:.*layers.3.*"],
+    ["model.layers.1"],
+    ["re:.*experts.*"],
+    [f"layers.{i}.block_sparse_moe.experts.{e}.w1" for i in (2, 3, 5) for e in (0, 1, 10)] + ["experts.4", "w3"],
+    [f"language_model.model.layers.{i}.self_attn*" for i in range(8)] + ["model.layers.4.block*"],
+    ["re:.*layers\\.[2-4]\\.block_sparse_moe.*", "re:.*experts\\.1.*", "re:.*(?P<a>[a-z])_(?P=a).*"],
+    ["re:.*experts\\.\\d\\.w[12]", "re:.*layers\\.(?!4)\\d\\.self_attn.*"],
+)
+
+
+@pytest.mark.parametrize("kept", KEPT)
 def test_modules_that_configurations_leave_out(
     kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
