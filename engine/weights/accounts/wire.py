@@ -24,7 +24,7 @@ AnyFormat = Awq | Fp8 | Gptq | Int8 | MxFp4 | MxFp4Blocks | NvFp4 | PackedInt
 class _Packed(Packed, frozen=True, gc=False):
     """As it is written: which format it is, the format says itself."""
 
-    format: AnyFormat  # type: ignore[assignment]
+    format: AnyFormat
 
 
 class _Source(Source, frozen=True, gc=False):
@@ -32,7 +32,7 @@ class _Source(Source, frozen=True, gc=False):
 
 
 class _Ledger(Ledger, frozen=True, kw_only=True):
-    sources: dict[str, _Source]  # type: ignore[assignment]
+    sources: dict[str, _Source]
 
 
 def ledger_of(data: bytes) -> Ledger:
