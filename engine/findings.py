@@ -182,6 +182,11 @@ def _likewise(rest: Sequence[Finding]) -> Iterator[Finding]:
     )
 
 
+def several(count: int, one: str, many: str) -> str:
+    """A count with the words that go with it: `1 tensor is`, `2 tensors are`."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def printable(text: str) -> str:
     """`text` with control and bidirectional characters escaped, except line ends; for names that come from files."""
     if text.isprintable():

@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal, note, warning
+from firstlight.engine.findings import fatal, note, several, warning
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.workbench.compare_runs import worse_by
 from firstlight.workbench.plan import read_config
@@ -132,7 +132,8 @@ def compare(adaptation: Adaptation, run: Run) -> Report:
         draft.find(
             note(
                 "config-changed",
-                f"{len(changed)} keys of config.json differ from the earlier release",
+                f"{several(len(changed), 'key of config.json differs', 'keys of config.json differ')} from the "
+                "earlier release",
                 file="config.json",
                 found=", ".join(row["key"] for row in changed[:6]),
                 next="look at each in the table `config`: which of them change the mathematics?",

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, note, warning
+from firstlight.engine.findings import Finding, note, several, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.side_files import nested
@@ -183,7 +183,8 @@ def _vocabulary(tokens: Tokens, rows: int | None) -> Iterator[Finding]:
         name = next((text for text, id_ in (tokens.added | tokens.texts).items() if id_ == beyond[0]), "")
         yield _clash(
             side_files.TOKENIZER,
-            f"{len(beyond):,} tokens have no row in the embedding, {name!r} ({beyond[0]:,}) first",
+            f"{several(len(beyond), 'token has', 'tokens have')} no row in the embedding, {name!r} ({beyond[0]:,}) "
+            "first",
             f"ids below {rows:,}",
             f"ids up to {tokens.highest:,}",
             "fetch tokenizer and weights of one release; prompts with these tokens are refused",

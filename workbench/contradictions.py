@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from firstlight.engine.findings import Finding, fatal, note, warning
+from firstlight.engine.findings import Finding, fatal, note, several, warning
 from firstlight.engine.weights.names.stock import Kind, by_dtype, numbered
 
 TEXT_LEVELS = ("text_config", "llm_config", "language_config", "language_model_config")
@@ -209,8 +209,8 @@ def _layers(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]
         value = text.get(key)
         if isinstance(value, list) and len(value) != count:
             yield _clash(
-                f"{key} has {len(value):,} entries for {count:,} layers",
-                f"{count:,} entries, one a layer",
+                f"{key} has {several(len(value), 'entry', 'entries')} for {several(count, 'layer', 'layers')}",
+                several(count, "entry", "entries") + ", one a layer",
                 f"{len(value):,}",
                 "correct num_hidden_layers or the list against the model's release",
             )
@@ -220,7 +220,8 @@ def _layers(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding]
     beyond = {layer for layer in found if layer >= count + extra}
     if found and (absent or beyond):
         yield _clash(
-            f"num_hidden_layers is {count:,}, the headers hold {len(found):,} layers up to number {max(found):,}",
+            f"num_hidden_layers is {count:,}, the headers hold {several(len(found), 'layer', 'layers')} "
+            f"up to number {max(found):,}",
             f"layers 0 to {count - 1:,}" + (f", and {extra} extra prediction layers" if extra else ""),
             f"no layer {min(absent):,}" if absent else _beyond(min(beyond), len(beyond) - 1),
             "config.json and weights belong to different releases: fetch both again",
@@ -236,9 +237,10 @@ def _experts(text: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[Finding
     found = set().union(*(of_it for kind, of_it in numbered(kinds, ("experts",)) if kind.is_text))
     if stated and found and (len(found), max(found)) != (stated[1], stated[1] - 1):
         yield _clash(
-            f"{stated[0]} is {stated[1]:,}, the headers hold {len(found):,} experts up to number {max(found):,}",
+            f"{stated[0]} is {stated[1]:,}, the headers hold {several(len(found), 'expert', 'experts')} "
+            f"up to number {max(found):,}",
             f"experts 0 to {stated[1] - 1:,}",
-            f"{len(found):,} experts",
+            several(len(found), "expert", "experts"),
             "config.json and weights belong to different releases: fetch both again",
         )
 

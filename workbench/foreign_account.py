@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from firstlight.engine.findings import Finding, fatal, note
+from firstlight.engine.findings import Finding, fatal, note, several
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.source import Source
@@ -132,7 +132,7 @@ def _problems(checkpoint: Checkpoint, params: Mapping[str, tuple[int, ...]], gro
                 f"the tensors of {', '.join(group.params)} hold {'fewer' if less else 'more'} elements than it does",
                 tensors=tuple(group.tensors),
                 expected=f"{wanted:,} elements",
-                found=f"{given:,} elements in {len(group.tensors)} tensors",
+                found=f"{given:,} elements in {several(len(group.tensors), 'tensor', 'tensors')}",
                 next="compare the checkpoint's names and shapes with its config.json; nothing is filled up",
             )
         )
@@ -145,7 +145,8 @@ def _both_sides(missing: tuple[str, ...], unconsumed: tuple[str, ...]) -> list[F
         found.append(
             fatal(
                 "missing-tensor",
-                f"{len(missing):,} parameters of the reference have no tensor to come from",
+                several(len(missing), "parameter of the reference has", "parameters of the reference have")
+                + " no tensor to come from",
                 tensors=missing,
                 next="compare the checkpoint with its config.json",
             )
@@ -154,7 +155,7 @@ def _both_sides(missing: tuple[str, ...], unconsumed: tuple[str, ...]) -> list[F
         found.append(
             fatal(
                 "unconsumed-tensor",
-                f"{len(unconsumed):,} tensors that no parameter of the reference consumes",
+                f"{several(len(unconsumed), 'tensor', 'tensors')} that no parameter of the reference consumes",
                 tensors=unconsumed,
                 next="compare the checkpoint with its config.json",
             )

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, warning
+from firstlight.engine.findings import Finding, fatal, several, warning
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.json_text import why_no_json
 from firstlight.workbench.deep import TensorReading
@@ -158,7 +158,7 @@ def _form(entry: Entry) -> str:
 def _differs(names: list[str], how: str, expected: str, found: str) -> Finding:
     return fatal(
         "manifest-mismatch",
-        f"{len(names):,} tensors {how}: {names[0]}{' first' if len(names) > 1 else ''}",
+        f"{several(len(names), 'tensor', 'tensors')} {how}: {names[0]}{' first' if len(names) > 1 else ''}",
         tensors=tuple(names),
         expected=expected,
         found=found,

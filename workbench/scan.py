@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.findings import Finding, fatal, several
 from firstlight.engine.inputs.image_constants import read_constants
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
@@ -142,7 +142,9 @@ def _files(draft: Draft, checkpoint: Checkpoint) -> None:
         unit="shards",
         detail=f"see findings: {', '.join(concerned) or broken[0].code}" if broken else "",
     )
-    draft.metric("checkpoint_bytes", checkpoint.payload_bytes, "B", f"in {len(checkpoint.shards)} files")
+    draft.metric(
+        "checkpoint_bytes", checkpoint.payload_bytes, "B", "in " + several(len(checkpoint.shards), "file", "files")
+    )
     draft.metric("tensors", len(checkpoint.tensors), "tensors")
 
 
@@ -336,7 +338,12 @@ def _deep(
     mine = manifest_of(checkpoint, readings)
     if manifest is not None:
         mine.write(manifest)
-        draft.metric("manifest", str(manifest), "", f"{len(mine.tensors):,} tensors, {len(mine.files)} side files")
+        draft.metric(
+            "manifest",
+            str(manifest),
+            "",
+            f"{several(len(mine.tensors), 'tensor', 'tensors')}, {several(len(mine.files), 'side file', 'side files')}",
+        )
     if other is not None:
         found = [_placed(finding, checkpoint) for finding in differences(mine, other)]
         draft.find(found)
@@ -360,7 +367,7 @@ def _not_finite(bad: Sequence[TensorReading], checkpoint: Checkpoint) -> Iterato
         nan, infinite = sum(one.nan for one in readings), sum(one.infinite for one in readings)
         yield fatal(
             "not-finite",
-            f"{readings[0].tensor}{f' and {len(readings) - 1:,} tensors more' if len(readings) > 1 else ''} of {file} "
+            f"{readings[0].tensor}{_more(len(readings) - 1)} of {file} "
             f"{'hold' if len(readings) > 1 else 'holds'} values that are no numbers",
             file=file,
             tensors=tuple(one.tensor for one in readings),
@@ -368,6 +375,10 @@ def _not_finite(bad: Sequence[TensorReading], checkpoint: Checkpoint) -> Iterato
             found=f"{nan:,} NaN, {infinite:,} infinite",
             next=f"fetch {file} again, or compare its hashes with another copy (scan --against)",
         )
+
+
+def _more(count: int) -> str:
+    return f" and {several(count, 'tensor', 'tensors')} more" if count else ""
 
 
 def _placed(finding: Finding, checkpoint: Checkpoint) -> Finding:

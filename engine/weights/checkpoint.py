@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, gathered, listing, note, what_is
+from firstlight.engine.findings import Finding, fatal, gathered, listing, note, several, what_is
 from firstlight.engine.weights.files.double import settled
 from firstlight.engine.weights.files.header import Header, TensorInfo, header_bytes, read_header
 from firstlight.engine.weights.files.index import (
@@ -232,7 +232,7 @@ def config_twice(keys: tuple[str, ...]) -> Iterable[Finding]:
             f"config.json states {', '.join(keys[:4])} twice with different values",
             file="config.json",
             expected="every key once",
-            found=f"{len(keys)} keys with two values",
+            found=several(len(keys), "key", "keys") + " with two values",
             next="fetch config.json of the release again, or remove the value that is wrong",
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, gathered, listing, note, warning
+from firstlight.engine.findings import Finding, gathered, listing, note, several, warning
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.accounts.gaps import (
@@ -337,8 +337,9 @@ class _Book:
         say = warning if none else note
         return say(
             "conflicting-flag",
-            f"{self.plain.shown()}: {len(self.plain):,} tensors are stored plain, though config.json counts them among "
-            f"the quantized ({self.scheme.method}); read as stored",
+            f"{self.plain.shown()}: {several(len(self.plain), 'tensor is', 'tensors are')} stored plain, though "
+            f"config.json counts {'it' if len(self.plain) == 1 else 'them'} among the quantized "
+            f"({self.scheme.method}); read as stored",
             file="config.json",
             **listing(self.plain),
             expected=", ".join(format_.describe() for format_ in self.scheme.formats),
@@ -401,7 +402,9 @@ class _Book:
             self.findings.extend(others.findings(missing, tensors))
             groups = {pattern: names for pattern, names in groups.items() if pattern not in others.groups}
             rest = {pattern: names for pattern, names in missing.items() if pattern not in others.params}
-        self.findings.extend(missing_findings(rest, self.params, groups, tensors, spec.tied_head, lost))
+        head = self.sources.get("head.weight")
+        of_head = head.tensor if head is not None else None
+        self.findings.extend(missing_findings(rest, self.params, groups, tensors, spec.tied_head, of_head, lost))
         self.findings.extend(unconsumed_findings(groups, tensors, matcher))
         return Ledger(
             sources=self.sources if len(tensors) >= MANY else dict(self.sources),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from firstlight.engine.findings import Finding, fatal, listing, warning
+from firstlight.engine.findings import Finding, fatal, listing, several, warning
 from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.grid import Format, Packed, Part
 from firstlight.engine.weights.formats.scheme import Scheme
@@ -243,17 +243,18 @@ def _wrong(problem: Problem, names: Listed, tensors: Mapping[str, TensorInfo]) -
     if problem == UNKNOWN:
         return _unknown(names, tensors)
     code, format_, what, expected, found = problem
+    tensors_are, those = several(len(names), "tensor is", "tensors are"), several(len(names), "tensor", "tensors")
     way = "fetch the release again: its configuration and its weights do not belong together"
     if what == "missing":
-        message = f"{names.shown()}: {len(names):,} tensors in {format_} without {expected}"
+        message = f"{names.shown()}: {those} in {format_} without {expected}"
         way = "fetch the shard that holds the scale; a scale of one is never put in its place"
         expected = f"{expected} for each"
     elif what == "more":
-        message = f"{names.shown()}: {len(names):,} tensors in {format_} with {found} as well, which it does not have"
+        message = f"{names.shown()}: {those} in {format_} with {found} as well, which it does not have"
     elif what == "codes":
-        message = f"{names.shown()}: {len(names):,} tensors are announced as {format_}, but are not stored so"
+        message = f"{names.shown()}: {tensors_are} announced as {format_}, but not stored so"
     else:
-        message = f"{names.shown()}: {what} of {len(names):,} tensors in {format_} is not what the configuration says"
+        message = f"{names.shown()}: {what} of {those} in {format_} is not what the configuration says"
     return fatal(
         code,
         message,
@@ -269,8 +270,8 @@ def _unknown(names: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:
     """Refusal of quantized codes in a checkpoint whose configuration does not say how to read them."""
     return fatal(
         "unsupported-format",
-        f"{names.shown()}: {len(names):,} weights are stored as codes with scales, and config.json does not say how to "
-        "read that",
+        f"{names.shown()}: {several(len(names), 'weight is', 'weights are')} stored as codes with scales, and "
+        "config.json does not say how to read that",
         file=tensors[names[0]].file,
         **listing(names),
         expected="a quantization_config that says how they are stored",
@@ -287,8 +288,8 @@ def _not_announced(format_: str, names: list[str], tensors: Mapping[str, TensorI
     """Headers show a format where the configuration says that modules stay plain: headers are the truth."""
     return warning(
         "conflicting-flag",
-        f"{shown(names)}: {len(names):,} tensors are stored as {format_}, though config.json leaves them out; read as "
-        "stored",
+        f"{shown(names)}: {several(len(names), 'tensor is', 'tensors are')} stored as {format_}, though config.json "
+        f"leaves {'it' if len(names) == 1 else 'them'} out; read as stored",
         file=tensors[names[0]].file,
         **listing(names),
         expected="tensors in a plain dtype",

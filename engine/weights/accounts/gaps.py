@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing
+from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing, several
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import Param
 from firstlight.engine.weights.accounts.lots import Parameters, experts
@@ -47,10 +47,16 @@ def left_over(tensor: TensorInfo, filled: list[str], elements: int) -> Problem:
 def wrong(problem: Problem, names: Listed, params: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:
     """One finding for all tensors, and the parameters they fill, that have the same problem."""
     code, pattern, expected, found = problem
-    if code == "unsupported-format":
+    if code == "unsupported-format" and pattern:
         message = (
-            f"{len(names):,} tensors are stored as {found}, and config.json does not say how to read that: "
-            f"{names.shown()}"
+            f"{names.shown()}: {several(len(names), 'weight is', 'weights are')} stored as {found}, and the "
+            f"architecture has {pattern} turned round: whether the codes are turned as well, no file says"
+        )
+        way = "use an unquantized copy of the release"
+    elif code == "unsupported-format":
+        message = (
+            f"{several(len(names), 'tensor is', 'tensors are')} stored as {found}, and config.json does not say how to "
+            f"read that: {names.shown()}"
         )
         way = "fetch the release's own config.json with its quantization_config, or use an unquantized copy"
     else:
@@ -80,7 +86,7 @@ def twice_findings(
         shown = both if len(names) <= MOST_TENSORS else both[:MOST_TENSORS]
         yield fatal(
             "duplicate-tensor",
-            f"{names.range}: {len(names):,} parameters have two sources, {one} and {other}"
+            f"{names.range}: {several(len(names), 'parameter has', 'parameters have')} two sources, {one} and {other}"
             + (", and so on" if len(names) > 1 else ""),
             file=tensors[other].file,
             tensors=shown,
@@ -145,7 +151,9 @@ def scale_findings(
     for names in Listed(plain).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{names.range}: {len(names):,} scales beside tensors that are not quantized",
+            f"{names.range}: "
+            + several(len(names), "scale beside a tensor that is", "scales beside tensors that are")
+            + " not quantized",
             file=tensors[names[0]].file,
             **listing(names),
             expected="quantized tensors",
@@ -155,7 +163,8 @@ def scale_findings(
     if unannounced:
         yield fatal(
             "unsupported-format",
-            f"{shown(unannounced)}: {len(unannounced):,} scales of tensors that config.json does not announce",
+            f"{shown(unannounced)}: {several(len(unannounced), 'scale of a tensor', 'scales of tensors')} that "
+            "config.json does not announce",
             file=tensors[unannounced[0]].file,
             **listing(unannounced),
             expected="a quantization_config that says how they are stored",
@@ -165,7 +174,10 @@ def scale_findings(
     for names in Listed(alone, lone).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{names.range}: {len(names):,} scales without the tensors they belong to",
+            f"{names.range}: "
+            + several(
+                len(names), "scale without the tensor it belongs to", "scales without the tensors they belong to"
+            ),
             file=tensors[names[0]].file,
             **listing(names),
             expected=f"a tensor {next(owners(names[0]))}",
@@ -179,7 +191,7 @@ def scale_findings(
     for names in Listed(bare).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{names.range}: {len(names):,} quantized tensors without a scale",
+            f"{names.range}: {several(len(names), 'quantized tensor', 'quantized tensors')} without a scale",
             file=tensors[names[0]].file,
             **listing(names),
             expected="a scale for each, as other tensors have",
@@ -194,12 +206,13 @@ def missing_findings(
     candidates: Mapping[str, Group],
     tensors: Mapping[str, TensorInfo],
     tied_head: bool,
+    head: str | None,
     lost: Mapping[str, Mapping[tuple[int, ...], str]],
 ) -> Iterator[Finding]:
     """Parameters without a tensor, with how many of the same pattern have one, and where they might be.
 
-    `candidates`: tensors that nothing consumes, by pattern. `lost`: pattern and numbers of a parameter -> the file,
-    absent or broken, that should have held it.
+    `candidates`: tensors that nothing consumes, by pattern. `head`: the tensor of the output head. `lost`: pattern and
+    numbers of a parameter -> the file, absent or broken, that should have held it.
     """
     yield from _lost_findings(missing, lost)
     missing = _but(missing, lambda pattern, row: row not in lost.get(pattern, ()))
@@ -210,7 +223,7 @@ def missing_findings(
         yield _layers_finding(Listed(groups=gone.values()), layers)
         missing = _but(missing, lambda pattern, row: _layer(pattern, row, params) not in absent)
     for pattern, names in missing.items():
-        total = params.count(pattern)
+        total, why = params.count(pattern), ""
         way = "find the tensors under another name and add a weight rule; values are never made up"
         if near is not None and (found := near.of(names, params)):
             way = (
@@ -218,9 +231,15 @@ def missing_findings(
             )
         elif list(names) == ["head.weight"] and not tied_head and "embed.weight" not in missing:
             way = "fetch the shard with the output head; if the release ties it, tie_word_embeddings must say so"
+        elif list(names) == ["embed.weight"] and tied_head and head is not None:
+            why = f"; config.json ties the token embedding to the output head, and {head} alone is stored"
+            way = (
+                "fetch the shard with the embedding; if the release has none, store "
+                f"{head} under the embedding's name as well: tied, both are one matrix"
+            )
         yield fatal(
             "missing-tensor",
-            f"{names.range}: {total - len(names):,} of {total:,} parameters filled",
+            f"{names.range}: {total - len(names):,} of {total:,} parameters filled{why}",
             **listing(names),
             expected=f"{total:,} filled",
             found=f"{total - len(names):,} filled",
@@ -253,7 +272,8 @@ def _layers_finding(names: Listed, layers: list[int]) -> Finding:
     which = with_numbers(".*", [layers]).removeprefix(".")
     return fatal(
         "missing-tensor",
-        f"layer{'s' if len(layers) > 1 else ''} {which}: no tensor at all, {len(names):,} parameters are not filled",
+        f"layer{'s' if len(layers) > 1 else ''} {which}: no tensor at all, "
+        f"{several(len(names), 'parameter is', 'parameters are')} not filled",
         **listing(names),
         expected=f"{len(names):,} filled",
         found="0 filled",
@@ -275,7 +295,7 @@ def _lost_findings(
         mine = Listed(groups=[Numbered(pattern, rows) for pattern, rows in found.items()])
         yield fatal(
             "missing-tensor",
-            f"{len(mine):,} {'parameter has' if len(mine) == 1 else 'parameters have'} no source, since {file}, which "
+            f"{several(len(mine), 'parameter has', 'parameters have')} no source, since {file}, which "
             "should hold them, is not there, is broken or lacks them",
             file=file,
             **listing(mine),
@@ -337,7 +357,8 @@ def _unconsumed(what: str, names: Sequence[str], tensors: Mapping[str, TensorInf
     if is_known:
         return fatal(
             "unconsumed-tensor",
-            f"{what}: {len(names):,} tensors that no parameter consumes: by config.json there are no such parameters",
+            f"{what}: {several(len(names), 'tensor', 'tensors')} that no parameter consumes: by config.json there are "
+            "no such parameters",
             file=tensors[names[0]].file,
             **listing(names),
             expected="tensors of the layers, experts and parts that config.json has",
@@ -346,7 +367,7 @@ def _unconsumed(what: str, names: Sequence[str], tensors: Mapping[str, TensorInf
         )
     return fatal(
         "unconsumed-tensor",
-        f"{what}: {len(names):,} tensors that no parameter consumes",
+        f"{what}: {several(len(names), 'tensor', 'tensors')} that no parameter consumes",
         file=tensors[names[0]].file,
         **listing(names),
         expected="a weight rule, or a rule that leaves it out with a reason",

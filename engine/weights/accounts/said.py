@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from firstlight.engine.findings import Finding, warning
+from firstlight.engine.findings import Finding, several, warning
 from firstlight.engine.weights.formats.announced import KEYS, announcements
 from firstlight.engine.weights.formats.refusing import mapping
 from firstlight.engine.weights.formats.scheme import Scheme
@@ -66,7 +66,7 @@ def without_consequences(findings: Iterable[Finding], refusals: Collection[Findi
         elif finding.code != "unsupported-format":  # codes that nothing announces: something did
             follows.setdefault(finding.code, []).append(finding)
     for first, *others in follows.values():
-        more = f", and {len(others):,} findings alike" if others else ""
+        more = f", and {several(len(others), 'finding', 'findings')} alike" if others else ""
         yield msgspec.structs.replace(
             first,
             severity="note",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, named, warning
+from firstlight.engine.findings import Finding, named, several, warning
 from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.sources.base import ByteSource
 
@@ -64,7 +64,11 @@ def copies_finding(first: str, second: str, decided: bool, same: bool | None, na
     """The finding for tensors that two files hold; `decided`: by the index."""
     contents = {True: "equal copies", False: "two that differ", None: "two, not compared"}[same]
     is_fine = decided or same is True
-    what = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} tensors more are"
+    what = (
+        f"{names[0]} is"
+        if len(names) == 1
+        else f"{names[0]} and {several(len(names) - 1, 'tensor', 'tensors')} more are"
+    )
     return msgspec.structs.replace(
         warning(
             "duplicate-tensor",

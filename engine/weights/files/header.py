@@ -18,7 +18,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, named, warning
+from firstlight.engine.findings import Finding, fatal, named, several, warning
 from firstlight.engine.weights.files.json_text import ENDLESS, is_endless
 from firstlight.engine.weights.files.other_formats import open_regular, refuse_other_formats, unreadable
 from firstlight.engine.weights.sources.base import AnyPath
@@ -202,7 +202,7 @@ def truncated(file: str, expected: int, size: int, tensors: Sequence[str]) -> Fi
     """The finding for a file that ends before its tensors do, which are to end at `expected`."""
     return fatal(
         "truncated-shard",
-        f"{file} lacks its last {expected - size:,} bytes (Range: bytes={size}-{expected - 1})",
+        f"{file} lacks its last {several(expected - size, 'byte', 'bytes')} (Range: bytes={size}-{expected - 1})",
         file=file,
         **named(tensors),
         expected=f"{expected:,} bytes",
@@ -382,7 +382,7 @@ def trailing(file: str, end: int, size: int) -> Finding:
     """The finding for trailing bytes after the last tensor."""
     return fatal(
         "trailing-bytes",
-        f"{file} holds {size - end:,} byte{'' if size - end == 1 else 's'} that no tensor claims",
+        f"{file} holds {several(size - end, 'byte', 'bytes')} that no tensor claims",
         file=file,
         expected=f"{end:,} bytes",
         found=f"{size:,} bytes",
@@ -424,7 +424,7 @@ def over_the_cap(file: str, length: int, count: int) -> Finding:
     """The finding for a header that the library would not read."""
     return warning(
         "header-too-large",
-        f"the header of {file} is {length / 2**20:.0f} MiB with {count:,} tensors: "
+        f"the header of {file} is {length / 2**20:.0f} MiB with {several(count, 'tensor', 'tensors')}: "
         "over the 100 MB cap of the safetensors library, read here all the same",
         file=file,
         expected=f"at most {LIBRARY_CAP_BYTES:,} bytes",
@@ -456,12 +456,12 @@ def entry_problem(dtype: str, shape: tuple[int, ...], offsets: tuple[int, int]) 
 
 
 def _amount(nbytes: int) -> str:
-    return f"{nbytes:,} bytes" if abs(nbytes) < 1 << 80 else "more than 2^80 bytes"
+    return several(nbytes, "byte", "bytes") if abs(nbytes) < 1 << 80 else "more than 2^80 bytes"
 
 
 def invalid(file: str, names: Sequence[str], problem: str, expected: str, found: str) -> Finding:
     """The finding for entries of a header that all have one problem."""
-    more = f", and {len(names) - 1:,} tensors more" if len(names) > 1 else ""
+    more = f", and {several(len(names) - 1, 'tensor', 'tensors')} more" if len(names) > 1 else ""
     return fatal(
         "header-invalid",
         f"the header of {file} is inconsistent: {names[0]!r}{more}: {problem}",

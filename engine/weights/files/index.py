@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, listing, note, warning
+from firstlight.engine.findings import Finding, fatal, listing, note, several, warning
 from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.files.json_text import colons, decode, keys_twice, why_no_json
 from firstlight.engine.weights.names.listed import Listed
@@ -191,7 +191,7 @@ def _listed_twice(twice: tuple[str, ...]) -> Iterator[Finding]:
     if twice:
         yield fatal(
             "stale-index",
-            f"{INDEX} lists {len(twice):,} keys twice with different values",
+            f"{INDEX} lists {several(len(twice), 'key', 'keys')} twice with different values",
             file=INDEX,
             tensors=twice,
             expected="every tensor in one file",
@@ -245,7 +245,7 @@ _LAYERS = re.compile(r"(?:^|\.)layers\.\*\.")
 
 def held(tensors: Sequence[str]) -> str:
     """What a file holds, in words: `14 tensors of layers 3 to 5`, `15 tensors: 14 of layer 3, 1 of no layer`."""
-    count = f"{len(tensors):,} tensor{'' if len(tensors) == 1 else 's'}"
+    count = several(len(tensors), "tensor", "tensors")
     layers, of_layers = _layers_of(tensors)
     if not layers:
         return count
@@ -310,7 +310,7 @@ def against_headers(
     if unlisted := found.unlisted:
         yield warning(
             "unlisted-tensor",
-            f"{len(unlisted):,} {'tensor is' if len(unlisted) == 1 else 'tensors are'} present in shards but unlisted "
+            f"{several(len(unlisted), 'tensor is', 'tensors are')} present in shards but unlisted "
             "in the index; headers are the truth",
             file=INDEX,
             **listing(unlisted),
@@ -324,14 +324,15 @@ def against_headers(
             f"the index places {held(names)} in {file} that its header does not have",
             file=file,
             **listing(names),
-            expected=f"{len(names):,} tensor{'' if len(names) == 1 else 's'} in {file}",
+            expected=f"{several(len(names), 'tensor', 'tensors')} in {file}",
             found="absent",
             next="fetch index and shard again from the same revision",
         )
     if moved := found.moved:
         yield warning(
             "stale-index",
-            f"{len(moved):,} tensors are in other shards than the index says; headers are the truth",
+            f"{several(len(moved), 'tensor is', 'tensors are')} in other shards than the index says; headers are the "
+            "truth",
             file=INDEX,
             **listing(moved),
             expected=f"{moved[0]} in {found.moved_from}",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal, listing, note, warning
+from firstlight.engine.findings import Finding, fatal, listing, note, several, warning
 from firstlight.engine.weights.files.index import INDEX, Index, files_of, held, names_in
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _holes(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
     found = [(file, *hole) for file in files if (hole := _hole(directory / file)) is not None]
     if found:
         file, start, size = found[0]
-        more = f", and {len(found) - 1} shards more" if len(found) > 1 else ""
+        more = f", and {several(len(found) - 1, 'shard', 'shards')} more" if len(found) > 1 else ""
         yield warning(
             "unwritten-bytes",
             f"{file} was never written from byte {start:,} of {size:,} on{more}: it reads as zeros there",
@@ -320,7 +320,8 @@ def _links(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
     if out:
         yield note(
             "unsafe-file",
-            f"{len(out)} shards are links that lead out of the directory: {out[0][0]} -> {out[0][1]}",
+            f"{several(len(out), 'shard is a link', 'shards are links')} that {'leads' if len(out) == 1 else 'lead'} "
+            f"out of the directory: {out[0][0]} -> {out[0][1]}",
             file=out[0][0],
             expected="files of this directory",
             found=f"{out[0][0]} -> {out[0][1]}",

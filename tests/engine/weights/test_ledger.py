@@ -283,7 +283,7 @@ def test_the_message_of_a_misspelt_tensor_reads_well(llama: Path) -> None:
         "  expected: 1 filled; found: 0 filled\n"
         "  next: perhaps model.nrom.weight, as many and of the same shape: rename them or add a weight rule; "
         "nothing is guessed\n"
-        "unconsumed-tensor: model.nrom.weight: 1 tensors that no parameter consumes\n"
+        "unconsumed-tensor: model.nrom.weight: 1 tensor that no parameter consumes\n"
         "  file: model.safetensors\n"
         "  tensors: model.nrom.weight\n"
         "  expected: a weight rule, or a rule that leaves it out with a reason; found: no rule\n"

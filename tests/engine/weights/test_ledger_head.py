@@ -43,6 +43,13 @@ def test_a_head_that_is_not_tied_must_be_there(flag: bool | None, llama: Path) -
     assert "tie_word_embeddings must say so" in str(finding.next)
 
 
+def test_a_tied_embedding_that_is_stored_as_the_head_alone_is_told(llama: Path) -> None:
+    finding = one(settle(llama, lambda t: t.pop("model.embed_tokens.weight"), tie_word_embeddings=True))
+    assert (finding.code, finding.tensors) == ("missing-tensor", ("embed.weight",))
+    assert "ties the token embedding to the output head, and lm_head.weight alone is stored" in finding.message
+    assert "store lm_head.weight under the embedding's name" in str(finding.next)
+
+
 def test_a_head_of_its_own_is_used_whatever_the_flag_says(llama: Path) -> None:
     ledger = settle(llama, tie_word_embeddings=True)
     (finding,) = ledger.findings
