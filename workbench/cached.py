@@ -96,7 +96,7 @@ def _compared(engine: EngineLike, case: Case, rows: tuple[NDArray[np.int64], ...
     if not (np.isfinite(given_BSK).all() and np.isfinite(logits_BSV).all()):
         broken = unequal(chosen_BS.size, "numbers that are not finite")
         return Cached(broken, steps, rows, np.zeros(chosen_BS.size))
-    flat_RV = logits_BSV.reshape(-1, logits_BSV.shape[-1])
+    flat_RV = logits_BSV.reshape(-1, logits_BSV.shape[-1]).astype(np.float64)
     expected_RK = np.take_along_axis(log_softmax(flat_RV), likeliest_BSK.reshape(len(flat_RV), -1), axis=1)
     apart_RK = np.abs(given_BSK.reshape(expected_RK.shape) - expected_RK)
     lost_R = flat_RV.max(axis=1) - np.take_along_axis(flat_RV, chosen_BS.reshape(-1, 1), axis=1)[:, 0]

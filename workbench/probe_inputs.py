@@ -154,7 +154,7 @@ def random_inputs(spec: ModelSpec, length: int, with_picture: bool) -> Arrays:
     mask = np.ones_like(ids)
     shorter = length - length // 4
     mask[1, shorter:] = 0
-    ends = np.intersect1d(_ends(spec.vocab_size), allowed)[: shorter // 2]
+    ends = [row for row in _ends(spec.vocab_size) if row in allowed][: shorter // 2]
     ids[1, : len(ends)] = ends
     found: dict[str, NDArray[Any]] = {"input_ids": ids, "attention_mask": mask}
     if vision is not None:
@@ -165,9 +165,12 @@ def random_inputs(spec: ModelSpec, length: int, with_picture: bool) -> Arrays:
 
 
 def _ends(vocabulary: int) -> list[int]:
-    """The first and the last row of every rank's share of a vocabulary."""
-    starts = {0, *(-(-vocabulary // ranks) * index for ranks in RANKS for index in range(ranks))}
-    return sorted({row for start in starts for row in (start - 1, start) if 0 <= row < vocabulary} | {vocabulary - 1})
+    """The first and the last row of a vocabulary, and of every rank's share of it, few ranks first."""
+    found = [0, vocabulary - 1]
+    for ranks in RANKS:
+        for start in range(-(-vocabulary // ranks), vocabulary, -(-vocabulary // ranks)):
+            found += [start - 1, start]
+    return list(dict.fromkeys(found))
 
 
 def far_inputs(spec: ModelSpec, length: int) -> Arrays | None:

@@ -1,0 +1,264 @@
+"""Wrong engines of which nothing else knows: `verify` fails, and says near the fault what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from firstlight.engine.inputs.prepare import Processor
+from firstlight.engine.model.build import Model
+from firstlight.engine.model.families.registry import FAMILIES
+from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.serving import worker
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.weights.files.safetensors_file import read, write
+from firstlight.kernels import operators
+from firstlight.kernels.attention import reference as attention
+from firstlight.kernels.registry_types import Implementation
+from firstlight.workbench.probe_inputs import random_inputs, reach_of, row_length
+from firstlight.workbench.reference import Reference
+from firstlight.workbench.report import Report
+from firstlight.workbench.verify import verify
+from tests.checkpoints import _model as model_of
+from tests.checkpoints import quiet, randomize
+from tests.families.tiny import llama, rope
+
+Patch = pytest.MonkeyPatch
+change = msgspec.structs.replace
+SAMPLE = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
+LONG = {"max_position_embeddings": 8192, "num_hidden_layers": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": llama(**LONG),
+    "window": llama(model_type="mistral", sliding_window=300, head_dim=8, **LONG),
+    "learned": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 131,
+                "tie_word_embeddings": True},
+    "stretched": llama(**LONG, **rope("llama3", 500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                      original_max_position_embeddings=2048)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints by name, made once."""
+    root = tmp_path_factory.mktemp("faults")
+
+    def home(name: str) -> Path:
+        if not (root / name).exists():
+            model = model_of(CONFIGS[name])
+            torch.manual_seed(7)
+            randomize(model)
+            with quiet():
+                model.save_pretrained(root / name)
+        return root / name
+
+    return home
+
+
+def check(home: Path, **more: Any) -> Report:
+    return verify(EngineOptions(checkpoint=str(home), threads=1, **more), reference="transformers")
+
+
+def operator(patch: Patch, name: str, wrong: Callable[..., Any]) -> None:
+    """An operator that is preferred to all others, and wrong."""
+    module = ModuleType(f"wrong_{name}")
+    setattr(module, name, wrong)
+    patch.setitem(sys.modules, module.__name__, module)
+    made = Implementation(name, "wrong", module.__name__, name, operators.anywhere)
+    patch.setattr(operators, "IMPLEMENTATIONS", (made, *operators.IMPLEMENTATIONS))
+
+
+def described(patch: Patch, wrong: Callable[[ModelSpec], ModelSpec]) -> None:
+    """A family whose spec is wrong, for whoever asks."""
+    right = type(FAMILIES).describe
+
+    def describe(self: Any, config: Any) -> Any:
+        spec, matcher = right(self, config)
+        return wrong(spec), matcher
+
+    patch.setattr(type(FAMILIES), "describe", describe)
+
+
+def mixers(spec: ModelSpec, **fields: Any) -> ModelSpec:
+    return change(spec, layers=tuple(change(one, mixer=change(one.mixer, **fields)) for one in spec.layers))
+
+
+def one_token_otherwise(patch: Patch) -> None:
+    def wrong(q_TND: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float, *more: Any) -> Tensor:
+        return attention.attention(q_TND, k, v, meta, scale * (1.01 if meta.max_query_len == 1 else 1.0), *more)
+
+    operator(patch, "attention", wrong)
+
+
+def neighbours_leak(patch: Patch) -> None:
+    def wrong(q_TND: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float, *more: Any) -> Tensor:
+        out_TNV = attention.attention(q_TND, k, v, meta, scale, *more)
+        leaks = meta.max_query_len == 1 and len(meta.query_lens) > 1
+        return out_TNV + 0.01 * out_TNV.roll(1, 0) if leaks else out_TNV
+
+    operator(patch, "attention", wrong)
+
+
+def later_chunks_are_elsewhere(patch: Patch) -> None:
+    right = worker.build_batch
+
+    def wrong(chunks: Any, *more: Any) -> Any:
+        batch, chosen = right(chunks, *more)
+        by_T = torch.cat([torch.full((len(one.tokens),), int(len(one.tokens) > 1 and one.start > 0)) for one in chunks])
+        return replace(batch, positions_T=batch.positions_T + by_T), chosen
+
+    patch.setattr(worker, "build_batch", wrong)
+
+
+def values_are_kept_in_eight_bits(patch: Patch) -> None:
+    def wrong(k_TKD: Tensor, v_TKV: Tensor, k: Tensor, v: Tensor, meta: Any) -> None:
+        if meta.max_query_len == 1:
+            v_TKV = v_TKV.to(torch.float8_e4m3fn).float()
+        attention.write_cache(k_TKD, v_TKV, k, v, meta)
+
+    operator(patch, "write_cache", wrong)
+
+
+def another_token_is_chosen(patch: Patch) -> None:
+    right = worker.choose_tokens
+
+    def wrong(logits_RV: Tensor, *more: Any) -> Tensor:
+        return right(logits_RV.index_add(1, torch.tensor([7]), 20 * torch.ones(len(logits_RV), 1)), *more)
+
+    patch.setattr(worker, "choose_tokens", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (one_token_otherwise, "an answer that is computed over the cache"),
+        (values_are_kept_in_eight_bits, "an answer that is computed over the cache"),
+        (neighbours_leak, "a row beside others, right alone,"),
+        (later_chunks_are_elsewhere, "a prompt that is computed in chunks"),
+        (another_token_is_chosen, "a token that is chosen, and not the likeliest"),
+    ],
+)
+def test_what_requests_get_otherwise_than_a_trace(
+    fault: Callable[[Patch], None], words: str, homes: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """No tokenizer, no golden file: every block is right, and what is served is wrong."""
+    home = homes("llama")
+    fault(monkeypatch)
+    report = check(home)
+    assert [one.name for one in report.checks if one.status == "failed"] == ["random cached"]
+    (finding,) = [one for one in report.findings if one.code == "wrong-numbers"]
+    assert words in finding.message
+
+
+def early(spec: ModelSpec) -> ModelSpec:
+    scaling = spec.layers[0].rope.scaling  # type: ignore[union-attr]
+    return mixers(spec, rope=change(spec.layers[0].rope, scaling=change(scaling, low_freq_factor=0.4)))
+
+
+def no_window(spec: ModelSpec) -> ModelSpec:
+    return mixers(spec, window=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "first"),
+    [("window", no_window, "random hidden.1"), ("stretched", early, "far hidden.1")],
+)
+def test_what_shows_far_behind_the_first_tokens_alone(
+    name: str, wrong: Callable[[ModelSpec], ModelSpec], first: str, homes: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """A window that the family has lost; frequencies that are stretched otherwise, but for the fast ones."""
+    home = homes(name)
+    assert check(home).status == "passed"
+    described(monkeypatch, wrong)
+    report = check(home)
+    assert first in [one.name for one in report.checks if one.status == "failed"]
+    assert any("layer 0, mixer (Attention)" in one.message for one in report.findings)
+
+
+def test_positions_that_are_learned_are_compared_up_to_the_last(
+    homes: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    right = Model.__init__
+
+    def wrong(self: Model, spec: Any, weights: Any, ops: Any) -> None:
+        weights.storages["positions.weight"][1000:].mul_(1.01)
+        right(self, spec, weights, ops)
+
+    home = homes("learned")
+    monkeypatch.setattr(Model, "__init__", wrong)
+    report = check(home)
+    assert next(one.name for one in report.checks if one.status == "failed") == "far hidden.0"
+
+
+def test_a_huge_channel_hides_no_block(homes: Callable[[str], Path], tmp_path: Path, monkeypatch: Patch) -> None:
+    """Two in a thousand of what one block adds, beside a channel that is three hundred times as large."""
+    tensors = read(homes("llama") / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = 300.0  # type: ignore[index]
+    (tmp_path / "config.json").write_bytes((homes("llama") / "config.json").read_bytes())
+    write(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    right = Model.__init__
+
+    def wrong(self: Model, spec: Any, weights: Any, ops: Any) -> None:
+        weights.storages["layers.0.ffn.down.weight"].mul_(1.002)
+        right(self, spec, weights, ops)
+
+    assert check(tmp_path).status == "passed"
+    monkeypatch.setattr(Model, "__init__", wrong)
+    report = check(tmp_path)
+    assert "random teacher.1" in [one.name for one in report.checks if one.status == "failed"]
+    assert any("layer 0, feed-forward (MLP)" in one.message for one in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("pixel_values", "picture processor is at fault"), ("input_ids", "tokenizer or the chat")]
+)
+def test_inputs_are_held_against_those_of_the_vendors_processor(name: str, words: str, monkeypatch: Patch) -> None:
+    """Both sides would compute with the wrong ones, and agree."""
+    right = Processor.prepare
+
+    def wrong(self: Processor, *more: Any) -> Any:
+        prepared = right(self, *more)
+        if name == "pixel_values":
+            prepared.tensors[name][:] *= np.float32(1.05)
+            return prepared
+        kept = prepared.input_ids[:, :-1]
+        return change(prepared, input_ids=kept, attention_mask=np.ones_like(kept))
+
+    monkeypatch.setattr(Processor, "prepare", wrong)
+    report = check(SAMPLE)
+    assert [one.name for one in report.checks if one.status == "failed"] == [f"prompt {name}"]
+    assert any(words in one.message for one in report.findings)
+
+
+def test_rows_reach_beyond_windows_where_a_run_ends_soon(homes: Callable[[str], Path]) -> None:
+    spec, _ = FAMILIES.describe(CONFIGS["window"] | {"architectures": ["MistralForCausalLM"]})
+    lost = mixers(spec, window=None)
+    assert reach_of(spec, {}) == reach_of(lost, CONFIGS["window"]) == 300
+    assert reach_of(lost, {"text_config": {"sliding_window": 70}}) == 70
+    assert row_length(spec, 300, elements=100_000) == 308
+    assert row_length(spec, 300, elements=10**9) == 256
+    ids = random_inputs(spec, 48, with_picture=False)["input_ids"]
+    assert {0, 16, 17, 65, 66, 130} <= set(ids[1].tolist()), "both ends of what each of 2, 4 and 8 ranks has"
+
+
+def test_a_window_that_is_not_reached_is_said(homes: Callable[[str], Path], monkeypatch: Patch) -> None:
+    monkeypatch.setattr("firstlight.workbench.probe_inputs.MULTIPLIES", 0.0)
+    report = check(homes("window"))
+    assert report.status == "passed"
+    assert any("beyond 300 tokens was not compared" in one.message for one in report.findings)
+
+
+def test_the_padding_row_of_a_reference_is_that_of_the_checkpoint(checkpoint: Callable[[str], Path]) -> None:
+    """transformers sets it to zero for one architecture, behind loading it."""
+    home = checkpoint("youtu")
+    found = Reference.open(home).run({"input_ids": np.zeros((1, 2), np.int64)})["hidden.0"][0, 0]
+    np.testing.assert_array_equal(found, read(home / "model.safetensors")["model.embed_tokens.weight"][0])  # type: ignore[index]
