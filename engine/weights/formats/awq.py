@@ -31,6 +31,7 @@ class Awq(Format, frozen=True, kw_only=True):
     symmetric: bool = False
 
     label: ClassVar[str] = "AWQ INT4"
+    of_linear: ClassVar[bool] = True
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -82,8 +83,8 @@ class Awq(Format, frozen=True, kw_only=True):
 def turned(words: Tensor) -> Tensor:
     """Words [..., H, F / 8] -> codes by rows [..., F, ceil(H / 2)], two a byte, the first one low.
 
-    Every byte of a word holds codes of two outputs. Those of two inputs become two bytes of a row each while they are in
-    words, and words are turned round: single codes would take four times as long.
+    Every byte of a word holds codes of two outputs. Those of two inputs become two bytes of a row each while they are
+    in words, and words are turned round: single codes would take four times as long.
     """
     import torch
 

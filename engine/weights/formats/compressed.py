@@ -17,6 +17,7 @@ from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.formats.refusing import Options, flag_of, is_block, mapping, object_of, refuse
 from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
 
+EMBEDDINGS = ["re:.*embed[^.]*$", "wte"]
 UNKNOWN = "nothing is known about it here"
 KNOWN = {  # layouts that are not read here -> what they are
     "marlin-24": "INT4 with 2:4 sparsity, in an order for the Marlin kernels",
@@ -33,7 +34,8 @@ def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
         options.unsupported("sparsity_config.format", sparse, f"dense; {KNOWN.get(sparse, UNKNOWN)}")
     if mapping(options.get("transform_config")).get("config_groups"):
         options.unsupported("transform_config", "rotations", "none: activations would have to be rotated as well")
-    groups, usual = [], options.get("format")
+    usual = options.get("format")
+    formats: dict[str | None, Format] = {}  # by target, None for every linear module; a later group counts
     for name, raw in object_of("config_groups", options.get("config_groups")).items():
         group = object_of(f"config_groups.{name}", raw)
         weights = object_of(f"config_groups.{name}.weights", group.get("weights"))
@@ -42,21 +44,35 @@ def compressed_tensors(options: Options, config: Mapping[str, Any]) -> Scheme:
         layout = str(group.get("format") or usual or "none")
         format_ = _format(options, layout, weights)
         if format_ is not None:
-            groups.append(Group(format_, _targets(group.get("targets"))))
-    if not groups and usual not in (None, "dense") and "config_groups" not in options.raw:
+            formats.update(dict.fromkeys(_targets(group.get("targets")), format_))
+    if not formats and usual not in (None, "dense") and "config_groups" not in options.raw:
         refuse("config_groups", None, "groups of modules and how each is stored")
-    return Scheme("compressed-tensors", tuple(groups), Modules(options.names("ignore")), head=True)
+    return Scheme("compressed-tensors", _in_order(formats), Modules(options.names("ignore")), head=True)
 
 
-def _targets(raw: object) -> Modules | None:
-    """Names of modules; None where a class of modules is named, of which linear ones are meant, or embeddings."""
+def _targets(raw: object) -> tuple[str | None, ...]:
+    """Names of modules, and None for a class of modules: linear ones are meant, or embeddings, which have names."""
     names = [] if raw is None else raw
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         refuse("targets", raw, "a list of names")
-    classes = [name for name in names if not name.startswith("re:") and name[:1].isupper() and "." not in name]
-    if classes and all("Embedding" in name for name in classes) and len(classes) == len(names):
-        return Modules(("re:.*embed[^.]*$", "wte"))
-    return Modules(names) if names and not classes else None
+    found: list[str | None] = []
+    for name in names:
+        is_class = not name.startswith("re:") and name[:1].isupper() and "." not in name
+        found += [name] if not is_class else EMBEDDINGS if "Embedding" in name else [None]
+    return tuple(found) if found else (None,)
+
+
+def _in_order(formats: Mapping[str | None, Format]) -> tuple[Group, ...]:
+    """Names count before expressions, these by the alphabet, and both before classes (`match_targets`)."""
+    named: dict[Format, list[str]] = {}
+    groups: list[Group] = []
+    for target in sorted(filter(None, formats), key=lambda target: (target.startswith("re:"), target)):
+        if target.startswith("re:"):
+            groups.append(Group(formats[target], Modules((target,))))
+        else:
+            named.setdefault(formats[target], []).append(target)
+    groups = [Group(format_, Modules(names)) for format_, names in named.items()] + groups
+    return (*groups, *([Group(formats[None])] if None in formats else []))
 
 
 def _format(options: Options, layout: str, weights: Mapping[str, Any]) -> Format | None:

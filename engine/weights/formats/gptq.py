@@ -50,6 +50,7 @@ class Gptq(Format, frozen=True, kw_only=True):
     borrows: bool = False
 
     label: ClassVar[str] = "GPTQ INT"
+    of_linear: ClassVar[bool] = True
 
     @property
     def parts(self) -> tuple[Part, ...]:

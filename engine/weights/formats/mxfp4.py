@@ -26,6 +26,7 @@ class MxFp4(Format, frozen=True, kw_only=True):
     scale: str = "U8"
 
     label: ClassVar[str] = "MXFP4"
+    of_linear: ClassVar[bool] = True
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -25,6 +25,7 @@ class NvFp4(Format, frozen=True, kw_only=True):
     dims: tuple[int, ...] = (1,)  # of the outer scale
 
     label: ClassVar[str] = "NVFP4"
+    of_linear: ClassVar[bool] = True
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -30,6 +30,7 @@ class PackedInt(Format, frozen=True, kw_only=True):
     shape_dtype: str = "I32"
 
     label: ClassVar[str] = "packed INT"
+    of_linear: ClassVar[bool] = True
 
     @property
     def padding(self) -> int:

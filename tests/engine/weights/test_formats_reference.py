@@ -12,6 +12,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.utils.match import match_targets
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -25,6 +26,7 @@ from firstlight.engine.weights.formats.fp8 import Fp8
 from firstlight.engine.weights.formats.gptq import Gptq
 from firstlight.engine.weights.formats.grid import Format
 from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
+from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.formats.refusing import Options
 from firstlight.engine.weights.loading.placing import STORED_DTYPES
 from firstlight.engine.weights.packed import fitting
@@ -86,6 +88,25 @@ def scales(weight: Tensor, args: QuantizationArgs) -> dict[str, Tensor]:
     if outer is not None:
         found["weight_global_scale"] = outer.reshape(1)
     return found
+
+
+def test_compressed_tensors_chooses_the_same_group() -> None:
+    """Names before expressions, these by the alphabet, and both before classes, wherever the groups stand."""
+    targets = ["Linear", "re:.*down_proj$", "re:.*layers\\.1\\..*", "model.layers.1.mlp.down_proj"]
+    int4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+    groups = {
+        f"group_{size}": {"targets": [target], "weights": {**int4, "group_size": size}}
+        for size, target in enumerate(targets, 1)
+    }
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    scheme = announced({"quantization_config": said})
+    for layer in (0, 1):
+        for part in ("mlp.down_proj", "mlp.up_proj"):
+            module = f"model.layers.{layer}.{part}"
+            format_ = scheme.of(module)
+            assert isinstance(format_, PackedInt)
+            theirs = match_targets(module, torch.nn.Linear(1, 1), targets)[0]
+            assert format_.group == targets.index(theirs) + 1, module
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from firstlight.workbench.plan import plan
 from tests.engine.weights.accounts import fatal, one, quantize, settle
 from tests.engine.weights.files import LLAMA
 from tests.engine.weights.quantized import CONFIGS, compressed
+from tests.engine.weights.quantized import quantize as quantized_copies
 
 
 @pytest.fixture
@@ -244,3 +245,15 @@ def test_no_option_of_a_quantization_is_taken_for_what_it_does_not_say(quantizat
     assert finding.code in ("config-invalid", "unsupported-format")
     assert finding.expected
     assert finding.found
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq"])
+def test_words_of_a_weight_that_the_architecture_turns_round(
+    form: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """GPT-2's are [inputs, outputs]: of its square ones no shape says which way the codes lie."""
+    quantized_copies(checkpoint("gpt2"), CONFIGS[form], tmp_path / "packed", tmp_path / "plain")
+    opened = Checkpoint.open(tmp_path / "packed")
+    ledger = account(opened, *FAMILIES.describe(opened.config))
+    refused = [finding for finding in ledger.findings if finding.code == "unsupported-format"]
+    assert any("mixer.o.weight turned round" in finding.message for finding in refused)
