@@ -11,7 +11,7 @@ import time
 import torch
 
 ENOUGH_BYTES, ENOUGH_S = 64 << 20, 0.2  # read before it is judged, or tried for so long
-BUSY = 0.5  # of the processors: from here on reading leaves nothing to compute with
+BUSY = 0.7  # of the processors: from here on reading leaves too little to compute with
 
 
 class Overlap:
