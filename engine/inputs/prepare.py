@@ -269,19 +269,27 @@ class Processor:
         reads = self.expansion.reads
         lacking = [name for name, dims in reads.items() if name not in tensors or tensors[name].ndim != dims]
         if lacking:
-            constants = self.image_processor.constants
-            raise Refused(
-                fatal(
-                    "conflicting-flag",
-                    f"{constants.class_name} does not make the tensors that {self.expansion.class_name} needs",
-                    file=constants.file,
-                    expected=", ".join(f"{name} with {reads[name]} dimensions" for name in lacking),
-                    found=", ".join(f"{name} with {array.ndim}" for name, array in tensors.items()),
-                    next="fetch the processor files of one release: processor_class and image_processor_type disagree",
-                )
+            self._refuse_processors(
+                ", ".join(f"{name} with {reads[name]} dimensions" for name in lacking),
+                ", ".join(f"{name} with {array.ndim}" for name, array in tensors.items()),
             )
 
+    def _refuse_processors(self, expected: str, found: str) -> NoReturn:
+        constants = self.image_processor.constants
+        raise Refused(
+            fatal(
+                "conflicting-flag",
+                f"{constants.class_name} does not make the tensors that {self.expansion.class_name} needs",
+                file=constants.file,
+                expected=expected,
+                found=found,
+                next="fetch the processor files of one release: processor_class and image_processor_type disagree",
+            )
+        )
+
     def _check_counts(self, pictures: Sequence[Picture], counts: Sequence[int]) -> None:
+        if len(counts) != len(pictures):
+            self._refuse_processors(f"tensors of {len(pictures)} pictures", f"tensors of {len(counts)}")
         for picture, count in zip(pictures, counts, strict=True):
             if count < 1:
                 raise Refused(

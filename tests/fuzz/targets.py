@@ -22,9 +22,17 @@ from PIL import Image
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding
+from firstlight.engine.inputs.expansions import CLASS_OF_MODEL_TYPE as PROCESSOR_CLASSES
+from firstlight.engine.inputs.image_kinds.registry import CLASS_OF_MODEL_TYPE as IMAGE_CLASSES
+from firstlight.engine.inputs.image_kinds.registry import IMAGE_KINDS
 from firstlight.engine.inputs.pictures import open_picture
 from firstlight.engine.inputs.prepare import Processor
-from firstlight.engine.inputs.side_files import GENERATION_CONFIG, PREPROCESSOR_CONFIG, PROCESSOR_CONFIG
+from firstlight.engine.inputs.side_files import (
+    GENERATION_CONFIG,
+    PREPROCESSOR_CONFIG,
+    PROCESSOR_CONFIG,
+    TOKENIZER_CONFIG,
+)
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.weights.accounts.said import MODELOPT
 from firstlight.engine.weights.checkpoint import Checkpoint
@@ -38,7 +46,7 @@ from firstlight.engine.weights.names.table import infos_of
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from firstlight.workbench.manifest import Entry, Manifest, differences
-from tests.engine.inputs.toys import IMAGE_PROCESSOR, make_toys
+from tests.engine.inputs.toys import make_toys
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -207,6 +215,9 @@ def inputs_home(target: str) -> Path:
     place = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     make_toys(place)
+    if target == "pictures":
+        path = place / "vlm" / TOKENIZER_CONFIG
+        path.write_text(json.dumps({**json.loads(path.read_text()), **TOKENS}))
     return place / "vlm"
 
 
@@ -255,35 +266,31 @@ PROMPTS: tuple[tuple[Any, ...], ...] = (
     ({"tokenizer_class": "Qwen2Tokenizer", "chat_template": [{"name": "default", "template": "{{ messages }}"}]},),
     ({"tokenizer_class": "LlamaTokenizer", "additional_special_tokens": ["<a>", MARKED], "legacy": False},),
 )
-PICTURES: tuple[Any, ...] = (
-    {
-        "processor_class": "LlavaProcessor",
-        "image_processor": IMAGE_PROCESSOR,
-        "patch_size": 8,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    },
-    {
-        "processor_class": "Qwen2VLProcessor",
-        "image_processor": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "size": {"shortest_edge": 64, "longest_edge": 4096},
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-    },
-    {
-        "processor_class": "LlavaNextProcessor",
-        "patch_size": 8,
-        "vision_feature_select_strategy": "default",
-        "image_processor": {
-            **IMAGE_PROCESSOR,
-            "image_processor_type": "LlavaNextImageProcessor",
-            "image_grid_pinpoints": [[32, 64], [64, 32]],
-        },
-    },
-)
+TOKENS = {  # what processor classes look up in a tokenizer, and write for a picture
+    **dict.fromkeys(("boi_token", "eoi_token", "start_image_token", "end_image_token"), "<boi>"),
+    **dict.fromkeys(("image_token", "context_image_token"), "<image>"),
+    "extra_special_tokens": [
+        "<|image_pad|>",
+        "<|media_pad|>",
+        "[IMG]",
+        "[IMG_BREAK]",
+        "<|image|>",
+        "<|patch|>",
+        "<boi>",
+    ],
+}
+
+
+def _processor(name: str, image_class: str) -> bytes:
+    """The processor of a class with the defaults of its image processor, on which nothing is silent."""
+    defaults = {key: value for key, value in IMAGE_KINDS[image_class].defaults.items() if value is not None}
+    counts = {"patch_size": 8, "image_seq_length": 4, "image_seq_len": 4, "num_additional_image_tokens": 1}
+    fields = {"processor_class": name, "vision_feature_select_strategy": "default", **counts}
+    images = {"image_processor_type": image_class, **defaults}
+    return bytes(msgspec.json.encode({**fields, "image_processor": images}))
+
+
+PROCESSORS = {name: IMAGE_CLASSES[kind] for kind, name in PROCESSOR_CLASSES.items() if kind in IMAGE_CLASSES}
 QUANTIZATIONS: tuple[Any, ...] = (
     {"quant_method": "fp8", "weight_block_size": [4, 4], "modules_to_not_convert": ["lm_head"]},
     {"quant_method": "awq", "bits": 4, "group_size": 4, "zero_point": True, "version": "gemm"},
@@ -337,7 +344,7 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
     ),
     "tokenizer": (_tokenizer_files(5), _tokenizer_files(40)),
     "prompts": tuple(b"\0".join(map(_text, parts)) for parts in PROMPTS),
-    "pictures": tuple(map(_text, PICTURES)),
+    "pictures": tuple(_processor(name, image_class) for name, image_class in PROCESSORS.items()),
     "quantization": tuple(map(_text, QUANTIZATIONS)),
     "manifest": (
         bytes(msgspec.json.encode(OTHER)),

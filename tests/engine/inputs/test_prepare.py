@@ -288,6 +288,14 @@ def test_counts_that_no_model_has_and_processors_of_two_models_are_refused(copy_
         assert code_of(directory)[0] == "side-file-invalid"
     change(directory, num_additional_image_tokens=0, processor_class="Qwen2VLProcessor")
     assert code_of(directory, "<|image_pad|>")[0] == "conflicting-flag"
+    tiles = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 8, "width": 8},
+        "crop_to_patches": True,
+    }
+    change(directory, processor_class="LlavaProcessor", image_processor=tiles)
+    assert code_of(directory)[0] == "conflicting-flag"
+    change(directory, processor_class="Qwen2VLProcessor")
     repeated = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 1 << 12, "patch_size": 2}
     change(directory, image_processor={**repeated, "size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 20}})
     assert code_of(directory, "<|image_pad|>")[0] == "bad-image"
