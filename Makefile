@@ -108,7 +108,10 @@ sweep: install ## try every architecture of transformers from outside, an hour o
 .PHONY: notebooks
 notebooks: install ## execute every notebook; results as HTML in build/notebooks
 	mkdir -p build/notebooks
-	$(BIN)/jupyter nbconvert --execute --to html --output-dir build/notebooks notebooks/*.ipynb
+	@# An answer that comes in pieces is one text on the page.
+	$(BIN)/jupyter nbconvert --execute --to html --output-dir build/notebooks notebooks/*.ipynb \
+		--HTMLExporter.preprocessors=nbconvert.preprocessors.CoalesceStreamsPreprocessor \
+		--CoalesceStreamsPreprocessor.enabled=True
 
 .PHONY: public-api
 public-api: install ## accept the present public names: rewrites tests/repo/public_api.txt

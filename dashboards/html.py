@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ SHORT = 36  # characters that stay on one line
 LONG = 72  # and beyond so many a text is a paragraph, which must not become a tall column
 MOST_ROWS = 500
 MANY = 8  # columns, beyond which they stand closer
-ENDS = re.compile(r"([/_-]|\.(?!(?<=\d\.)\d))(?=\w)")  # where names may be broken, and numbers may not
 STATUSES = ("passed", "failed", "refused", "skipped", "differs")
 
 
@@ -202,7 +200,7 @@ def _cell(column: str, text: str, kind: str, value: Any) -> str:
     if isinstance(value, Line):
         kind += " line"
     elif kind.startswith("w"):
-        inner = ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
+        inner = words.ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
     if isinstance(value, Link):
         inner = f'<a href="?{said(value.query)}">{inner}</a>'
     in_full = f"{value:,}" if isinstance(value, int) else repr(value)

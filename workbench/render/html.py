@@ -49,7 +49,7 @@ STYLE = (
 text-align:left!important;vertical-align:top!important;background:none;color:inherit;white-space:normal;max-width:36rem}
 .firstlight th{font-weight:500;opacity:.7}
 .firstlight td.n,.firstlight th.n{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
-.firstlight td.t{white-space:nowrap}
+.firstlight td.t,.firstlight .when{white-space:nowrap}
 .firstlight td.w{min-width:12rem;overflow-wrap:anywhere}.firstlight td.x{min-width:22rem;overflow-wrap:anywhere}
 .firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
 .firstlight .passed{color:var(--fl-good)}.firstlight .warning{color:var(--fl-warn)}
@@ -78,7 +78,8 @@ def reports_page(title: str, reports: Iterable[Report]) -> str:
 
 
 def _parts(report: Report) -> Iterator[str]:
-    when = "" if report.status == "refused" else f' <span class="quiet">in {words.seconds(report.duration_s)}</span>'
+    is_timed = report.status != "refused" and report.duration_s >= 1e-3
+    when = f' <span class="quiet when">in {words.seconds(report.duration_s)}</span>' if is_timed else ""
     forced = ' <span class="warning">forced: on top of a rung that did not pass</span>' if report.forced else ""
     status = f'<span class="{report.status}">{report.status}</span>'
     yield f"<h4>{_said(report.verb)} · {_said(report.title)} · {status}{when}{forced}</h4>"
@@ -111,7 +112,8 @@ def _td(text: str, kind: str = "") -> str:
     if kind != "n":
         width = "t" if len(text) <= SHORT_TEXT else "w" if len(text) <= LONG_TEXT else "x"
         kind = f"{kind} {width}".strip()
-    return f'<td class="{kind}">{_said(text)}</td>'
+    said = _said(text) if kind.endswith(("n", "t")) else words.ENDS.sub(r"\1<wbr>", _said(text))
+    return f'<td class="{kind}">{said}</td>'
 
 
 def _checks(report: Report) -> str:

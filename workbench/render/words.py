@@ -10,6 +10,8 @@ from firstlight.engine.findings import printable
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SHOWN = {"B": "", "B/s": "/s"}
+ENDS = re.compile(r"([/_-]|\.(?!(?<=\d\.)\d))(?=\w)")
+"""Where long names may be broken, and numbers may not."""
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
