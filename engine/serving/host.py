@@ -92,15 +92,18 @@ class Host:
         directory = _new_directory(settings.runtime_dir) if run_dir is None else Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         is_temporary = run_dir is None and not detached
-        with _taken(directory) as folder_fd:
-            (directory / HANDLE).unlink(missing_ok=True)
-            process, kept_fd = _spawn(engine, http, directory, folder_fd, detached, is_temporary)
+        process: subprocess.Popen[bytes] | None = None
+        kept_fd = None
         try:
+            with _taken(directory) as folder_fd:
+                (directory / HANDLE).unlink(missing_ok=True)
+                process, kept_fd = _spawn(engine, http, directory, folder_fd, detached, is_temporary)
             _await_handle(directory, process)
             return cls(directory, process, kept_fd, is_temporary)
         except BaseException as error:  # interrupted, say: nothing is left
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
             if kept_fd is not None:
                 os.close(kept_fd)
             if is_temporary and not isinstance(error, RankFailure):

@@ -20,6 +20,7 @@ import pytest
 
 from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.parallel.mesh import Groups, Mesh
+from firstlight.engine.serving import host as hosts
 from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host, _let_go
 from firstlight.engine.serving.options import HostOptions
@@ -437,3 +438,17 @@ def test_a_handle_that_no_host_wrote_is_refused(tmp_path: Path) -> None:
         Host.attach(tmp_path)
     with pytest.raises(Refused, match="no engine host was started here"):
         Host.attach(tmp_path / "host.json" / "inner")
+
+
+@pytest.mark.parametrize("where", ["_taken", "_spawn", "_await_handle"])
+def test_a_start_that_is_interrupted_leaves_no_folder(
+    where: str, checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("FIRSTLIGHT_RUNTIME", str(tmp_path))
+    monkeypatch.setattr(hosts, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Host.start(checkpoint("llama"))
+    assert not [*tmp_path.iterdir()]
