@@ -270,7 +270,12 @@ def _listed_tokens(
             id_: {"content": token, "normalized": token not in special, "special": token in special}
             for token, id_ in ids_by_text(directory / "added_tokens.json").items()
         }
-        by_id.update({token["id"]: token for token in parsed.added_tokens})
+        for token in parsed.added_tokens:
+            if type(token.get("id")) is not int or not isinstance(token.get("content"), str):
+                side_files.refuse_value(
+                    directory / side_files.TOKENIZER, "added_tokens", "tokens with id, content", token
+                )
+            by_id[token["id"]] = token
     return [by_id[id_] for id_ in sorted(by_id)]
 
 

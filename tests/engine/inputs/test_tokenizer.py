@@ -343,6 +343,18 @@ def test_tokens_that_are_none_are_refused(copy_of: Callable[[str], Path], file: 
     assert finding.next
 
 
+@pytest.mark.parametrize("token", [{}, {"id": "7", "content": "<a>"}, {"id": 7}])
+def test_added_tokens_that_a_class_reads_itself_are_checked(copy_of: Callable[[str], Path], token: Any) -> None:
+    directory = copy_of("text")
+    file = directory / "tokenizer.json"
+    write_json(file, {**json.loads(file.read_text()), "added_tokens": [token]})
+    write_json(directory / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+    with pytest.raises(Refused) as caught:
+        Tokenizer.open(directory)
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.file) == ("side-file-invalid", str(file))
+
+
 def test_the_table_of_classes_agrees_with_transformers() -> None:
     from transformers.models.auto import tokenization_auto
 
