@@ -60,6 +60,7 @@ CASES: tuple[CausalConvCase, ...] = (
     CausalConvCase("shorter than the filter", (2, 3), 20, fresh=(0,)),
     CausalConvCase("three taps, no activation", (5, 1), 36, taps=3, activation="none"),
     CausalConvCase("two taps", (4, 1, 1), 17, taps=2, fresh=(2,), bias=True),
+    CausalConvCase("odd sizes", (63, 1), 100, fresh=(0,)),
     CausalConvCase("decode 64", (1,) * 64, 8192, benchmark=True),
     CausalConvCase("prefill 4096", (4096,), 8192, fresh=(0,), benchmark=True),
 )

@@ -77,6 +77,8 @@ CASES: tuple[LinearAttentionCase, ...] = (
     LinearAttentionCase("plain, steps", (1, 1, 1), 4, 8, 16, key_heads=2, delta=False),
     LinearAttentionCase("plain by channel", (33, 4), 3, 8, 8, delta=False, channel=True),
     LinearAttentionCase("one value a head", (21, 1), 40, 8, 1, key_heads=1, delta=False, channel=True),
+    LinearAttentionCase("delta, odd sizes", (3, 1), 2, 63, 100),
+    LinearAttentionCase("plain, odd sizes", (2, 1), 1, 100, 63, delta=False, channel=True),
     LinearAttentionCase("decode 64", (1,) * 64, 32, 128, 128, key_heads=16, fresh=(), benchmark=True),
     LinearAttentionCase("decode 64 by channel", (1,) * 64, 32, 128, 128, channel=True, fresh=(), benchmark=True),
     LinearAttentionCase("prefill 4096", (4096,), 32, 128, 128, key_heads=16, benchmark=True),

@@ -57,6 +57,7 @@ CASES: tuple[SelectiveScanCase, ...] = (
     SelectiveScanCase("steps", (1, 1, 1), 40, 8, fresh=(1,)),
     SelectiveScanCase("steps and chunks", (1, 33, 1, 2), 17, 5, fresh=(0, 3)),
     SelectiveScanCase("a prompt of one token", (1,), 20, fresh=(0,)),
+    SelectiveScanCase("odd sizes", (3, 1), 100, 63, fresh=(0,)),
     SelectiveScanCase("decode 64", (1,) * 64, 8192, benchmark=True),
     SelectiveScanCase("prefill 2048", (2048,), 8192, fresh=(0,), benchmark=True),
 )
