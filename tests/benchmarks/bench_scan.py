@@ -127,6 +127,22 @@ FAULTS: dict[str, Callable[[list[Stored]], list[Stored]]] = {
     "experts from one on": lambda tensors: [
         (re.sub(r"(?<=experts\.)\d+", lambda number: str(int(number[0]) + 1), name), *rest) for name, *rest in tensors
     ],
+    "numbers with zeros before them": lambda tensors: [
+        (re.sub(r"(?<=\.)\d+(?=\.)", lambda number: f"{int(number[0]):04}", name), *rest) for name, *rest in tensors
+    ],
+    "every name of a kind of its own": lambda tensors: [
+        (f"{name}.{place}x", *rest) for place, (name, *rest) in enumerate(tensors)
+    ],
+    "every fifth name made up": lambda tensors: [
+        (name if place % 5 else f"model.a{place}b", *rest) for place, (name, *rest) in enumerate(tensors)
+    ],
+    "a layer's experts renamed": lambda tensors: [
+        (name.replace(".experts.", ".expert.") if ".layers.40." in name else name, *rest) for name, *rest in tensors
+    ],
+    "every third scale absent": lambda tensors: [
+        tensor for place, tensor in enumerate(tensors) if place % 3 or not tensor[0].endswith("_scale")
+    ],
+    "upper case": lambda tensors: [(name.upper(), *rest) for name, *rest in tensors],
     "experts the other way round": lambda tensors: [
         (name, dtype, shape[::-1] if ".experts." in name else shape) for name, dtype, shape in tensors
     ],

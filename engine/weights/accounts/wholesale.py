@@ -26,7 +26,10 @@ from firstlight.engine.weights.names.listed import Group, Listed, Numbered
 from firstlight.engine.weights.names.stock import Kind, some_of
 from firstlight.engine.weights.packed import (
     BESIDE,
+    COMPANIONS,
     FLOATS,
+    LEFT_OUT,
+    MAINS,
     UNKNOWN,
     Problem,
     fitting,
@@ -39,6 +42,7 @@ from firstlight.engine.weights.packed import (
 from firstlight.engine.weights.source import Region, Source
 
 FEWEST = 16  # members of a kind that are worth the trouble
+_ENDINGS = (*(codes for codes, _ in MAINS), *COMPANIONS, *SCALES, *LEFT_OUT)  # of what may be a part of a weight
 _name_of, _shape_of, _role_of = attrgetter("name"), attrgetter("shape"), attrgetter("role")
 
 
@@ -359,7 +363,9 @@ def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[K
 
 def _is_unknown(matcher: Matcher, pattern: str) -> bool:
     """Whether no rule speaks of tensors, nor of weights that they may be parts of."""
-    return matcher.knows_none_of(pattern) and matcher.knows_none_of(weight_of(pattern))
+    if not matcher.knows_none_of(pattern):
+        return False
+    return not pattern.endswith(_ENDINGS) or matcher.knows_none_of(weight_of(pattern))
 
 
 def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:

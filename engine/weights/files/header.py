@@ -27,6 +27,7 @@ LIBRARY_CAP_BYTES = 100_000_000  # what the safetensors library accepts; larger 
 DENSE_FROM_BYTES = 64 << 20  # shorter headers may be as dense as they like
 LEAST_ENTRY_BYTES, LEAST_NUMBER_BYTES = 40, 5  # no entry takes fewer, and few of its bytes are commas
 STEP_BYTES = 4 << 20  # a header is read in steps, so that a sparse file costs no more memory than it holds
+BLANKS = b" " * STEP_BYTES
 MAX_DIMS = 64
 METADATA = "__metadata__"
 
@@ -231,7 +232,7 @@ def _read_text(file: str, stream: BinaryIO, length: int) -> bytearray:
     text, blanks = bytearray(), 0
     while (done := len(text) + blanks) < length:
         part = stream.read(min(STEP_BYTES, length - done))
-        if part and part == b" " * len(part):
+        if part and BLANKS.startswith(part):
             blanks += len(part)
             continue
         zero = part.find(0)

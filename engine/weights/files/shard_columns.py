@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from firstlight.engine.findings import Finding
 from firstlight.engine.weights.files.header import (
+    BLANKS,
     LIBRARY_CAP_BYTES,
     METADATA,
     Header,
@@ -159,7 +160,8 @@ def _entries(file: str, text: bytearray) -> tuple[ShardColumns, Ints, Ints] | No
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     body = bytes(text[opening.end() : text.rfind(b"}") + 1])
-    if text[opening.end() + len(body) :].strip():
+    rest = bytes(text[opening.end() + len(body) :])
+    if not BLANKS.startswith(rest) and rest.strip(b" \t\r\n"):
         return None
     body = compact(body) or body  # blanks that are not between parts are in names, or for the plain parser
     lines = read_lines(body[:-1], _BETWEEN) if body.endswith(b"]}}") else None

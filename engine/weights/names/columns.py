@@ -7,7 +7,7 @@ is that parser.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,8 +26,10 @@ _MOST_GROUPS = 5_000  # of names that are told apart by pattern
 class Names:
     """Names by row: `kinds` is the pattern of each, `numbers` what stands at its stars, in order, 0 behind these."""
 
-    def __init__(self, patterns: Sequence[str], kinds: Ints, numbers: Ints) -> None:
+    def __init__(self, patterns: Iterable[str], kinds: Ints, numbers: Ints) -> None:
         self.patterns, self.kinds, self.numbers = tuple(patterns), kinds, numbers
+        if isinstance(patterns, dict):
+            self._by_pattern = patterns
         self._rows: dict[int, dict[tuple[int, ...], int]] = {}
         self._asked: dict[int, int] = {}
 

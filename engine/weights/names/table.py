@@ -57,7 +57,7 @@ class Table(Mapping[str, TensorInfo]):
             files = np.full(len(shard.form), number, np.int32)
             places.append(Place(files, np.array(own, np.int32)[shard.form], shard.offsets))
         numbers = _stacked([shard.names.numbers for shard in shards if shard is not None])
-        names = Names(tuple(patterns), np.concatenate(kinds), numbers)
+        names = Names(patterns, np.concatenate(kinds), numbers)
         place = Place(*map(np.concatenate, zip(*places, strict=True)))
         return cls(names, place, [shard.file for shard in shards if shard is not None], tuple(forms))
 

@@ -433,3 +433,21 @@ def test_twenty_thousand_tensors_cost_little_beside_plain_json(tmp_path: Path) -
         stream.truncate(8 + len(text) + 8 * count)
     assert len(read_header(path).tensors) == count
     within(3, lambda: read_header(path), lambda: json.loads(text))
+
+
+@pytest.mark.parametrize("step_bytes", [1, 16, 4 << 20])
+def test_blanks_inside_and_behind_a_header_are_read_over(
+    step_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps of blanks at the end are not kept; those before something else are."""
+    monkeypatch.setattr(header_module, "STEP_BYTES", step_bytes)
+    text = json.dumps(entries({"a": [2], "b": [3]})).replace(', "b"', "," + " " * 70 + '"b"').encode() + b" " * 90
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw(text, 20))
+    found = read_header(path)
+    assert (found.findings, [tensor.name for tensor in found.tensors]) == ((), ["a", "b"])
+    assert found.tensors[1].offset_bytes == 8 + len(text) + 8
+    path.write_bytes(raw(text + b"\0", 20))
+    with pytest.raises(Refused) as caught:
+        read_header(path)
+    assert f"a zero byte at byte {8 + len(text)}" in caught.value.findings[0].message
