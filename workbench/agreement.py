@@ -333,6 +333,7 @@ def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]
     stated = [(name, text) for name, text in texts.items() if isinstance(text, str)]
     if stated:
         yield from _silent_template(*stated[0])
+    if stated or inner is not None:
         yield from _broken_template(reader)
     for name, text in stated[1:]:
         if text.strip() != stated[0][1].strip():

@@ -164,7 +164,7 @@ def _find(directory: Path, processor: bool) -> tuple[dict[str, str], Path] | Non
         for name in (side_files.PROCESSOR_CONFIG, "chat_template.json"):
             config = side_files.read_json_if_present(directory / name) or {}
             if config.get("chat_template") is not None:
-                return _by_name(config["chat_template"]), directory / name
+                return _by_name(directory / name, config["chat_template"]), directory / name
     if jinja.is_file() or named:
         templates = {name: side_files.read_text(file) for name, file in named.items()}
         if jinja.is_file():
@@ -172,16 +172,19 @@ def _find(directory: Path, processor: bool) -> tuple[dict[str, str], Path] | Non
         return templates, jinja if jinja.is_file() else next(iter(named.values()))
     config = side_files.read_json_if_present(directory / side_files.TOKENIZER_CONFIG) or {}
     if config.get("chat_template") is not None:
-        return _by_name(config["chat_template"]), directory / side_files.TOKENIZER_CONFIG
+        file = directory / side_files.TOKENIZER_CONFIG
+        return _by_name(file, config["chat_template"]), file
     return None
 
 
-def _by_name(value: Any) -> dict[str, str]:
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, Mapping):
-        return {str(name): str(template) for name, template in value.items()}
-    return {str(entry["name"]): str(entry["template"]) for entry in value}
+def _by_name(file: Path, value: Any) -> dict[str, str]:
+    """The templates under `chat_template`: one text, texts by name, or a list of names with texts. Raises `Refused`."""
+    found = {"default": value} if isinstance(value, str) else value
+    if isinstance(found, list) and all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in found):
+        found = {one["name"]: one.get("template") for one in found}
+    if not isinstance(found, Mapping) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        side_files.refuse_value(file, "chat_template", "a text, or named texts", value)
+    return dict(found)
 
 
 def _plain(value: Any) -> Any:

@@ -46,7 +46,7 @@ from firstlight.engine.weights.names.table import infos_of
 from firstlight.workbench.agreement import disagreements
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from firstlight.workbench.manifest import Entry, Manifest, differences
-from tests.engine.inputs.toys import make_toys
+from tests.engine.inputs.toys import TEXT_CHATML, make_toys
 from tests.engine.weights.files import LLAMA, directory, entries, entry, raw
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -215,6 +215,8 @@ def inputs_home(target: str) -> Path:
     place = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     make_toys(place)
+    if target == "prompts":
+        (place / "vlm" / "chat_template.jinja").unlink()  # the one in tokenizer_config.json counts
     if target == "pictures":
         path = place / "vlm" / TOKENIZER_CONFIG
         path.write_text(json.dumps({**json.loads(path.read_text()), **TOKENS}))
@@ -258,7 +260,12 @@ MOE = {**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts
 MARKED = {"content": "<|im_end|>", "special": True, "lstrip": False}
 PROMPTS: tuple[tuple[Any, ...], ...] = (
     (
-        {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"420": MARKED}, "eos_token": MARKED},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "added_tokens_decoder": {"420": MARKED},
+            "eos_token": MARKED,
+            "chat_template": TEXT_CHATML,
+        },
         {"bos_token": "<|endoftext|>", "image_token": "<image>"},
         {"<new>": 421},
         {"eos_token_id": [2, 3], "do_sample": True, "temperature": 0.6, "suppress_tokens": [4]},

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "an added token beyond the embedding": (
         changed("tokenizer.json", added_tokens=[*ADDED, {"id": 9, "content": "<new>"}]),
         "tokenizer.json",
-        "1 tokens have no row in the embedding, '<new>' (9) first",
+        "1 token has no row in the embedding, '<new>' (9) first",
     ),
     "an image token that the tokenizer lacks": (
         {"config.json": {"image_token_id": 77}},
@@ -191,4 +191,4 @@ def test_without_a_tokenizer_the_id_of_a_picture_is_held_against_the_embedding(t
 def test_a_unigram_vocabulary_counts_by_place(tmp_path: Path) -> None:
     listed = {"model": {"vocab": [[f"t{i}", -1.0] for i in range(9)]}, "added_tokens": ADDED}
     (finding,) = found(tmp_path, {"tokenizer.json": listed})
-    assert "1 tokens have no row in the embedding" in finding.message
+    assert "1 token has no row in the embedding" in finding.message

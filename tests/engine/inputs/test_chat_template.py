@@ -101,6 +101,19 @@ def test_a_template_that_is_not_jinja_is_refused() -> None:
     assert caught.value.findings[0].code == "side-file-invalid"
 
 
+@pytest.mark.parametrize(
+    "value", [5, ["a"], [{"name": "default"}], [{"name": [], "template": ""}], {"default": 5}, [[]]]
+)
+def test_templates_that_are_no_texts_are_refused(copy_of: Callable[[str], Path], value: Any) -> None:
+    directory = copy_of("text")
+    (directory / "chat_template.jinja").unlink()
+    write_json(directory / "tokenizer_config.json", {"chat_template": value})
+    with pytest.raises(Refused) as caught:
+        ChatTemplate.open(directory)
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.file) == ("side-file-invalid", str(directory / "tokenizer_config.json"))
+
+
 def test_the_order_of_sources_for_a_tokenizer(copy_of: Callable[[str], Path]) -> None:
     directory = copy_of("text")
     config = json.loads((directory / "tokenizer_config.json").read_text())
