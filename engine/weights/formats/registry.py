@@ -1,4 +1,4 @@
-"""Sizes of a model as its configuration says it is stored: what planning asks of storage formats. No torch."""
+"""Stored sizes of a model's parameters in the format that its configuration declares, for planning. No torch."""
 
 from __future__ import annotations
 
