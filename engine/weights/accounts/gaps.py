@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -21,6 +22,7 @@ from firstlight.engine.weights.source import Source
 
 Problem = tuple[str, str, str, str]  # code, pattern of the parameter, expected, found: equal ones are one finding
 MOST_NAMED = 200  # kinds of tensors that have a finding each
+_WORDS = re.compile(r"[._]")
 MOST_COMPARED = 200  # names that a missing one is held against
 SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", "_zero_point", "_zeros", "_g_idx")
 
@@ -323,12 +325,13 @@ class _Nearest:
         if not fitting:
             return None
         alike = difflib.SequenceMatcher(None, pattern)
-        return max(fitting[:MOST_COMPARED], key=lambda other: _likeness(alike, other.pattern)).range
+        return max(fitting[:MOST_COMPARED], key=lambda other: _likeness(alike, pattern, other.pattern.lower())).range
 
 
-def _likeness(to: difflib.SequenceMatcher[str], pattern: str) -> float:
-    to.set_seq2(pattern)
-    return to.ratio()
+def _likeness(to: difflib.SequenceMatcher[str], one: str, other: str) -> tuple[int, float]:
+    """How many words both have in common, and how much of their letters."""
+    to.set_seq2(other)
+    return len({*_WORDS.split(one)} & {*_WORDS.split(other)}), to.ratio()
 
 
 def unconsumed_findings(

@@ -98,7 +98,7 @@ def _by_index(
         held_in = names_in(weight_map, unread)
         findings.extend(
             _missing(file, names, held_in[file])
-            if file.endswith(".safetensors")
+            if file.lower().endswith(".safetensors")
             else _not_readable(file, held_in[file])
             for file in unread
         )

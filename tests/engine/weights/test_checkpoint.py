@@ -485,3 +485,10 @@ def test_thirty_thousand_tensors_open_fast(tmp_path: Path) -> None:
     finding = only(home)
     assert (finding.code, finding.file, len(finding.tensors)) == ("missing-shard", list(shards)[-1], 1000)
     within(3, lambda: Checkpoint.open(home), lambda: [json.loads(text) for text in texts])
+
+
+def test_an_index_that_spells_files_otherwise_names_them(tmp_path: Path) -> None:
+    home = directory(tmp_path / "m", {"a.safetensors": {"x": [2]}}, {"x": "A.SAFETENSORS"})
+    found = {finding.code: finding for finding in Checkpoint.open(home).findings}
+    assert found["missing-shard"].found == "a.safetensors, spelt otherwise"
+    assert found["missing-shard"].next == "rename a.safetensors to A.SAFETENSORS"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -289,3 +290,13 @@ def test_the_message_of_a_misspelt_tensor_reads_well(llama: Path) -> None:
         "  expected: a weight rule, or a rule that leaves it out with a reason; found: no rule\n"
         "  next: add the rule to the family file: dropping weights in silence is not offered"
     )
+
+
+@pytest.mark.parametrize("change", [lambda name: f"model.{name}", str.upper], ids=["prefix", "upper case"])
+def test_where_a_tensor_might_be_is_told_by_words(change: Callable[[str], str], tmp_path: Path) -> None:
+    """Of names for tensors of one shape the one with the words of the parameter is named, however long it is."""
+    synthesize(LLAMA, tmp_path)
+    found = fatal(settle(tmp_path, lambda t: [t.update({change(name): t.pop(name)}) for name in list(t)]))
+    said = {finding.tensors[0]: str(finding.next) for finding in found if finding.code == "missing-tensor"}
+    assert change("model.embed_tokens.weight") in said["embed.weight"]
+    assert change("lm_head.weight") in said["head.weight"]
