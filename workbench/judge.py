@@ -43,40 +43,20 @@ class Verdict:
 def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | None = None) -> Verdict:
     """Run the engine on the case's inputs, free and teacher-forced, and write every comparison into the draft."""
     say = progress or Progress()
-    before = len(draft.checks)
-    golden, verdict = case.golden, Verdict()
-    steps = case.steps if case.decodes else 0
+    before, verdict = len(draft.checks), Verdict()
     say("free running", 0, 1, "runs")
-    mask = golden.mask.astype(np.int64)
-    free, trouble = _free(engine, case, mask, steps)
+    free, trouble = _free(engine, case)
     verdict.traced = free
-    forced: Arrays = {}
-    given = {f"hidden.{i}": value for i, value in golden.hidden.items()}
-    if given:
-        say("teacher-forced", 0, 1, "runs")
-        forced = engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, inputs=given)
+    say("teacher-forced", 0, 1, "runs")
+    forced = _forced(engine, case)
     _hidden(draft, case, free, forced, verdict)
     _layer_table(draft, case, verdict)
-    if "image_features" in golden.outputs and (case.layers is None or case.layers[0] == 0):
+    if "image_features" in case.golden.outputs and (case.layers is None or case.layers[0] == 0):
         _image_features(draft, case, free, verdict)
-    if "logits" in golden.outputs and _has_logits(draft, case, free):
-        theirs = golden.outputs["logits"]
-        found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", free["logits"])
-        if "logits" in forced:
-            teacher = _compare(draft, case, "teacher.logits", "logits", forced["logits"], True)
-            verdict.others["teacher.logits"] = teacher
-        if not found.broken:
-            judge_logits(draft, case, free["logits"], theirs, found)
-    if trouble:
-        draft.check(f"{case.prefix}generated", False, detail=trouble)
-    elif steps:
-        say("generated", 0, steps, "tokens")
-        _generated(draft, case, engine, free["generated"])
-    elif case.steps:
-        longest = f"{golden.longest} + {case.steps} tokens are more than the context holds"
-        fits = golden.longest + case.steps <= case.spec.max_positions  # a larger context than this engine's
-        alone = len(draft.checks) == before  # refused as a whole: nothing was compared
-        draft.check(f"{case.prefix}generated", None if fits or alone else False, detail=longest)
+    if "logits" in case.golden.outputs and _has_logits(draft, case, free):
+        _logits(draft, case, free, forced, verdict)
+    say("generated", 0, case.steps, "tokens")
+    _answers(draft, case, engine, free, trouble, is_alone=len(draft.checks) == before)
     say("cached", 0, case.served, "tokens")
     verdict.cached = judge_cached(draft, engine, case)
     _first_fault(case, verdict)
@@ -84,9 +64,41 @@ def judge(draft: Draft, engine: EngineLike, case: Case, progress: Progress | Non
     return verdict
 
 
-def _free(engine: EngineLike, case: Case, mask: NDArray[np.int64], steps: int) -> tuple[Arrays, str]:
-    """A free run with `steps` generated tokens; without them, and the reason, where generating fails."""
+def _logits(draft: Draft, case: Case, free: Arrays, forced: Arrays, verdict: Verdict) -> None:
+    found = verdict.others["logits"] = _compare(draft, case, "logits", "logits", free["logits"])
+    if "logits" in forced:
+        verdict.others["teacher.logits"] = _compare(draft, case, "teacher.logits", "logits", forced["logits"], True)
+    if not found.broken:
+        judge_logits(draft, case, free["logits"], case.golden.outputs["logits"], found)
+
+
+def _answers(draft: Draft, case: Case, engine: EngineLike, free: Arrays, trouble: str, is_alone: bool) -> None:
+    """The greedy continuation; `trouble`: why there is none, `is_alone`: nothing else was compared."""
+    if trouble:
+        draft.check(f"{case.prefix}generated", False, detail=trouble)
+    elif case.steps and case.decodes:
+        _generated(draft, case, engine, free["generated"])
+    elif case.steps:
+        longest = f"{case.golden.longest} + {case.steps} tokens are more than the context holds"
+        fits = case.golden.longest + case.steps <= case.spec.max_positions  # a larger context than this engine's
+        passed = None if fits or is_alone else False  # alone: refused as a whole
+        draft.check(f"{case.prefix}generated", passed, detail=longest)
+
+
+def _forced(engine: EngineLike, case: Case) -> Arrays:
+    """Each layer on the reference's own input, where there is any."""
     golden = case.golden
+    given = {f"hidden.{i}": value for i, value in golden.hidden.items()}
+    if not given:
+        return {}
+    mask = golden.mask.astype(np.int64)
+    return engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, inputs=given)
+
+
+def _free(engine: EngineLike, case: Case) -> tuple[Arrays, str]:
+    """A free run with the generated tokens; without them, and the reason, where generating fails."""
+    golden, steps = case.golden, case.steps if case.decodes else 0
+    mask = golden.mask.astype(np.int64)
     try:
         return engine.trace(golden.input_ids, mask, golden.pictures, layers=case.layers, steps=steps), ""
     except Refused:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, fatal
+from firstlight.engine.findings import Finding, fatal, note
 from firstlight.engine.model.build import Model
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignModel, ForeignSpec, provider_of
@@ -21,7 +21,7 @@ from firstlight.engine.parallel.comm import Comms
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.parallel.kept import Keep, Room, settled
 from firstlight.engine.parallel.mesh import HEADS, Mesh
-from firstlight.engine.parallel.pieces import rank_pieces
+from firstlight.engine.parallel.pieces import RankPieces, rank_pieces
 from firstlight.engine.parallel.plan import room_here
 from firstlight.engine.serving.cache import KVCache, cache_bytes_per_token, state_bytes_per_sequence
 from firstlight.engine.serving.choices import Choices
@@ -61,6 +61,28 @@ class Rank:
     choices: Choices | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank comes up, and what it is to be."""
+
+    options: EngineOptions
+    comms: Comms
+    pulse: Pulse
+    device: torch.device
+    local_ranks: int
+    settings: Settings
+
+    @property
+    def rank(self) -> int:
+        return self.comms.world.ranks[self.comms.world.index]
+
+    def dtype(self, spec: ModelSpec) -> str:
+        return spec.dtype if self.options.dtype == "auto" else self.options.dtype
+
+    def context(self, spec: ModelSpec) -> int:
+        return context_of(self.options, spec, self.device.type)
+
+
 def bring_up(
     options: EngineOptions,
     comms: Comms,
@@ -73,46 +95,27 @@ def bring_up(
 
     `meet` returns when every rank has called it: loads differ by more than a collective may take.
     """
-    rank = comms.world.ranks[comms.world.index]
-    device = device_of(options.device, local_rank)
-    settings = read_settings()
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, (options.threads or settings.threads) // local_ranks))
+    at = _Place(options, comms, pulse, device_of(options.device, local_rank), local_ranks, read_settings())
+    if at.device.type == "cpu":
+        torch.set_num_threads(max(1, (options.threads or at.settings.threads) // local_ranks))
     pulse.enter("ledger")
     checkpoint, spec, matcher = _opened(options, comms, local_ranks)
     if isinstance(spec, ForeignSpec):
-        return _bring_up_foreign(options, comms, pulse, checkpoint, spec, device)
+        return _bring_up_foreign(at, checkpoint, spec)
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
-    dtype = spec.dtype if options.dtype == "auto" else options.dtype
-    context = context_of(options, spec, device.type)
-    ops = operators_of(options, spec, device, dtype, context, settings)
+    ops = operators_of(options, spec, at.device, at.dtype(spec), at.context(spec), at.settings)
     pulse.enter("load")
-    keep = _kept(options, spec, rank, dtype, ledger, device, ops, local_ranks, comms)
-    pieces = rank_pieces(spec, options.mesh, rank, dtype, ledger, keep_packed=keep.roles, kinds=keep.kinds)
-    weights = hold(
-        checkpoint,
-        pieces,
-        device,
-        options.residency,
-        options.weights_budget,
-        options.load_threads,
-        partial(_largest, comms),
-        lambda _: pulse.alive(),
-        progress=lambda now: pulse.progress(now.bytes_done, now.bytes_total),
-    )
-    if weights.stream is not None:
-        pulse.say(weights.stream.start)
+    keep = _kept(at, spec, ledger, ops)
+    weights = _loaded(at, checkpoint, spec, ledger, keep)
     pulse.enter("build")
-    choices = Choices(ops, settings.cache_dir)
+    choices = Choices(ops, at.settings.cache_dir)
     model = _built(spec, weights, ops, choices, comms, pulse, meet)
     pulse.enter("cache")
-    specs, heads, kept = model.cache_specs, options.mesh.size(HEADS), TORCH_DTYPES[dtype]
-    limits = limits_of(options, context, device.type, most_pages(options, specs, device, kept, comms))
-    cache = KVCache(specs, limits.num_pages, limits.page_size, limits.max_batch, heads, kept, device)
+    cache, limits = _cache(at, model)
     return Rank(
         options=options,
-        rank=rank,
+        rank=at.rank,
         mesh=options.mesh,
         checkpoint=checkpoint,
         spec=spec,
@@ -123,35 +126,67 @@ def bring_up(
         limits=limits,
         ops=ops,
         comms=comms,
-        device=device,
-        dtype=dtype,
-        findings=(*checkpoint.findings, *spec.findings, *ledger.findings),
+        device=at.device,
+        dtype=at.dtype(spec),
+        findings=(*checkpoint.findings, *spec.findings, *ledger.findings, *_how_kept(weights.pieces, keep)),
         choices=choices,
     )
 
 
-def _kept(
-    options: EngineOptions,
-    spec: ModelSpec,
-    rank: int,
-    dtype: str,
-    ledger: Ledger,
-    device: torch.device,
-    ops: Choice,
-    local_ranks: int,
-    comms: Comms,
-) -> Keep:
+def _loaded(at: _Place, checkpoint: Checkpoint, spec: ModelSpec, ledger: Ledger, keep: Keep) -> Weights:
+    """This rank's weights, in their places or on the way there; its pulse tells how many."""
+    options, pulse, dtype = at.options, at.pulse, at.dtype(spec)
+    pieces = rank_pieces(spec, options.mesh, at.rank, dtype, ledger, keep_packed=keep.roles, kinds=keep.kinds)
+    weights = hold(
+        checkpoint,
+        pieces,
+        at.device,
+        options.residency,
+        options.weights_budget,
+        options.load_threads,
+        partial(_largest, at.comms),
+        lambda _: pulse.alive(),
+        progress=lambda now: pulse.progress(now.bytes_done, now.bytes_total),
+    )
+    if weights.stream is not None:
+        pulse.say(weights.stream.start)
+    return weights
+
+
+def _cache(at: _Place, model: Model) -> tuple[KVCache, Limits]:
+    """Memory for what layers keep of sequences, and how many there may be."""
+    options, device = at.options, at.device
+    specs, heads, dtype = model.cache_specs, options.mesh.size(HEADS), TORCH_DTYPES[at.dtype(model.spec)]
+    pages = most_pages(options, specs, device, dtype, at.comms)
+    limits = limits_of(options, at.context(model.spec), device.type, pages)
+    return KVCache(specs, limits.num_pages, limits.page_size, limits.max_batch, heads, dtype, device), limits
+
+
+def _kept(at: _Place, spec: ModelSpec, ledger: Ledger, ops: Choice) -> Keep:
     """What stays packed where it can, on all ranks alike."""
+    options, device, dtype = at.options, at.device, at.dtype(spec)
     faster = ops.packs_faster() if device.type == "cpu" else frozenset()
-    least = min(room_here(local_ranks), options.weights_budget or 1 << 62)
+    least = min(room_here(at.local_ranks), options.weights_budget or 1 << 62)
     room = Room(least, is_budget=least == options.weights_budget)
     if options.residency != "resident":  # there is room for what is there at a time
         room = Room(1 << 62)
 
     def nbytes_of(keep: Keep) -> int:
-        return rank_pieces(spec, options.mesh, rank, dtype, ledger, keep.roles, keep.kinds).nbytes
+        return rank_pieces(spec, options.mesh, at.rank, dtype, ledger, keep.roles, keep.kinds).nbytes
 
-    return settled(options.packed, device.type, faster, nbytes_of, room, partial(_of_all, comms))
+    return settled(options.packed, device.type, faster, nbytes_of, room, partial(_of_all, at.comms))
+
+
+def _how_kept(pieces: RankPieces, keep: Keep) -> Iterator[Finding]:
+    """What stays packed of a quantized release, and why; nothing of a plain one."""
+    if pieces.packings or pieces.unpacked:
+        packed = sum(piece.role == "codes" for piece in pieces.pieces)
+        yield note(
+            "unpacked-weights",
+            f"of rank {pieces.rank}'s quantized weights {packed:,} stay packed, {len(pieces.unpacked):,} do not: "
+            + keep.why,
+            next="nothing, or --packed always or never",
+        )
 
 
 def _of_all(comms: Comms, numbers: tuple[int, ...]) -> list[list[int]]:
@@ -199,22 +234,19 @@ def _built(
     return model
 
 
-def _bring_up_foreign(
-    options: EngineOptions, comms: Comms, pulse: Pulse, checkpoint: Checkpoint, spec: ForeignSpec, device: torch.device
-) -> Rank:
+def _bring_up_foreign(at: _Place, checkpoint: Checkpoint, spec: ForeignSpec) -> Rank:
     """A rank whose model is another's; it is accounted for as it is loaded, by who loads it."""
-    dtype = spec.dtype if options.dtype == "auto" else options.dtype
-    context = context_of(options, spec, device.type)
-    ops = operators_of(options, spec, device, dtype, context, read_settings())
-    pulse.enter("load")
+    options, device, dtype, context = at.options, at.device, at.dtype(spec), at.context(spec)
+    ops = operators_of(options, spec, device, dtype, context, at.settings)
+    at.pulse.enter("load")
     assert FAMILIES.foreign is not None
     model = FAMILIES.foreign.load(checkpoint, spec, dtype, device)
-    pulse.enter("cache")
+    at.pulse.enter("cache")
     limits = limits_of(options, context, device.type, None)
     cache = KVCache(model.cache_specs, limits.num_pages, limits.page_size, limits.max_batch, 1, model.dtype, device)
     return Rank(
         options=options,
-        rank=0,
+        rank=at.rank,
         mesh=options.mesh,
         checkpoint=checkpoint,
         spec=model.spec,
@@ -224,8 +256,8 @@ def _bring_up_foreign(
         cache=cache,
         limits=limits,
         ops=ops,
-        comms=comms,
-        device=device,
+        comms=at.comms,
+        device=at.device,
         dtype=dtype,
         findings=(*checkpoint.findings, *model.spec.findings, *model.ledger.findings),
     )
