@@ -244,6 +244,9 @@ def test_a_budget_that_only_packed_weights_keep_to_is_kept_to(checkpoint: Get, t
     engine = Engine.start(str(tmp_path / "packed"), **options)
     try:
         assert engine.worker.rank.weights.pieces.packings
+        (said,) = [one.message for one in engine.worker.rank.findings if one.code == "unpacked-weights"]
+        assert "0 do not: whatever an operator can multiply by stays packed" in said
+        assert "the budget for weights (--weights-budget) is" in said
     finally:
         engine.close()
     with pytest.raises(Refused, match="too small"):
