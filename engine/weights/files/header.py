@@ -31,6 +31,7 @@ BLANKS = b" " * STEP_BYTES
 MAX_DIMS = 64
 METADATA = "__metadata__"
 
+TWICE = ("a key that occurs twice", "every key once", "two values for one key")
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -317,8 +318,7 @@ def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]
         for problem, names in groups.items()
     ]
     if twice:
-        problem = "a key that occurs twice"
-        findings.append(invalid(file, list(twice), problem, "every key once", "two values for one key"))
+        findings.append(invalid(file, list(twice), *TWICE))
     return entries, findings
 
 

@@ -18,6 +18,7 @@ from firstlight.engine.weights.files.header import (
     BLANKS,
     LIBRARY_CAP_BYTES,
     METADATA,
+    TWICE,
     Header,
     HeaderText,
     TensorInfo,
@@ -65,7 +66,7 @@ class ShardColumns(NamedTuple):
     offsets: Ints
     findings: tuple[Finding, ...] = ()
 
-    def at(self, rows: Ints | NDArray[np.bool_]) -> ShardColumns:
+    def at(self, rows: slice | Ints | NDArray[np.bool_]) -> ShardColumns:
         """Some of the tensors."""
         return ShardColumns(self.file, self.names.at(rows), self.forms, self.form[rows], self.offsets[rows])
 
@@ -88,24 +89,39 @@ def columns_of(written: HeaderText) -> ShardColumns | None:
     if read is None:
         return None
     found, starts, stops = read
-    (keys,) = row_keys((found.names.kinds, found.names.numbers))
-    if len(repeated(keys)):
-        return None
+    taken, findings = _once(found)
+    found, starts, stops = found.at(taken), starts[taken], stops[taken]
     nbytes = np.array([form.nbytes for form in found.forms])[found.form]
     is_wrong = stops - starts != nbytes
-    if not is_wrong.any() and not _is_whole(starts, stops, size - 8 - length):
+    if not findings and not is_wrong.any() and not _is_whole(starts, stops, size - 8 - length):
         order = np.lexsort((nbytes, starts))
         found, starts, stops = found.at(order), starts[order], stops[order]
     found = found._replace(offsets=starts + (8 + length))
     if is_wrong.any():
-        findings = list(_wrong_entries(found, starts, stops, is_wrong))
+        findings.extend(_wrong_entries(found, starts, stops, is_wrong))
         found, starts, stops = found.at(~is_wrong), starts[~is_wrong], stops[~is_wrong]
-    else:
-        findings = list(_layout(found, starts, stops))
+    elif not findings:
+        findings.extend(_layout(found, starts, stops))
     findings.extend(_size_problems(found, stops, size - 8 - length, size, whole=not findings))
     if length > LIBRARY_CAP_BYTES:
         findings.append(over_the_cap(file, length, len(found.form)))
     return found._replace(findings=tuple(findings))
+
+
+def _once(found: ShardColumns) -> tuple[slice | Ints, list[Finding]]:
+    """Each name once, with its last entry in the place of its first, and what is said of those that have several."""
+    (keys,) = row_keys((found.names.kinds, found.names.numbers))
+    several = repeated(keys)
+    if not len(several):
+        return slice(None), []
+    rows = np.flatnonzero(np.isin(keys, several))
+    first = rows[np.unique(keys[rows], return_index=True)[1]]
+    last = rows[::-1][np.unique(keys[rows][::-1], return_index=True)[1]]
+    taken, is_left = np.arange(len(keys)), np.ones(len(keys), bool)
+    is_left[rows], is_left[first] = False, True
+    taken[first] = last
+    names = found.names.listed(np.sort(first))
+    return taken[is_left], [invalid(found.file, names, *TWICE)]
 
 
 def _wrong_entries(found: ShardColumns, starts: Ints, stops: Ints, is_wrong: NDArray[np.bool_]) -> Iterator[Finding]:

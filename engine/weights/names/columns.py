@@ -36,7 +36,7 @@ class Names:
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def at(self, rows: Ints | NDArray[np.bool_]) -> Names:
+    def at(self, rows: slice | Ints | NDArray[np.bool_]) -> Names:
         """Some of the names."""
         return Names(self.patterns, self.kinds[rows], self.numbers[rows])
 

@@ -102,6 +102,16 @@ def shifted(header: dict[str, Any], by: int) -> None:
         header[name]["data_offsets"] = [first, first + stop - start]
 
 
+def repeat(path: Path, count: int, **other: Any) -> None:
+    """The first entries of a header again behind its last, with something else in them."""
+    with path.open("rb") as stream:
+        text = stream.read(int.from_bytes(stream.read(8), "little"))
+    header, end = json.loads(text), path.stat().st_size - 8 - len(text)
+    more = {name: {**header[name], **other} for name in list(header)[1 : count + 1]}
+    path.write_bytes(raw(text.rstrip()[:-1] + b"," + json.dumps(more, separators=(",", ":")).encode()[1:]))
+    cut(path, path.stat().st_size + end)
+
+
 def cut(path: Path, nbytes: int) -> None:
     with path.open("r+b") as stream:
         stream.truncate(nbytes)
@@ -135,6 +145,9 @@ CHANGES: dict[str, Change] = {
     "every name of its own kind": lambda home: rewrite(
         home, 2, lambda h: {n if n == "__metadata__" else f"{n}{i}x": e for i, (n, e) in enumerate(h.items())}
     ),
+    "keys occur twice": lambda home: repeat(shard(home, 2), 7),
+    "a key occurs twice, not alike": lambda home: repeat(shard(home, 3), 1, dtype="F8_E8M0", shape=[4]),
+    "all keys occur twice": lambda home: repeat(shard(home, 1), 1 << 20),
     "a shard is cut": lambda home: cut(shard(home, 2), shard(home, 2).stat().st_size - 9),
     "a shard is cut in its header": lambda home: cut(shard(home, 2), 900),
     "a shard is not there": lambda home: shard(home, 3).unlink(),
