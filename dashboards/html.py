@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A text that stays on one line where there is little room: it is read by moving the table."""
+    """A command, which stays on one line where there is little room: it is read by moving the table."""
 
     text: str
 
@@ -62,12 +62,13 @@ def nothing(text: str) -> str:
 
 def commands(*lines: str) -> str:
     """Commands to be copied; where a line is broken, an option stays whole."""
-    texts = (" ".join(_word(word) for word in line.split(" ")) for line in lines)
-    return f"<pre>{chr(10).join(texts)}</pre>"
+    return f"<pre>{chr(10).join(map(_command, lines))}</pre>"
 
 
-def _word(word: str) -> str:
-    return f'<span class="flag">{said(word)}</span>' if word.startswith("--") else said(word)
+def _command(line: str) -> str:
+    return " ".join(
+        f'<span class="flag">{said(word)}</span>' if word.startswith("-") else said(word) for word in line.split(" ")
+    )
 
 
 def status(word: str) -> str:
@@ -198,7 +199,7 @@ def _cell(column: str, text: str, kind: str, value: Any) -> str:
     kind = kind or ("t" if len(text) <= SHORT else "w" if len(text) <= LONG else "w x")
     inner = status(text) if column == "status" and text in STATUSES else said(text)
     if isinstance(value, Line):
-        kind += " line"
+        kind, inner = f"{kind} line", _command(text)
     elif kind.startswith("w"):
         inner = words.ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
     if isinstance(value, Link):

@@ -418,5 +418,5 @@ def _against_limit(
     read_s = sum(row["read_s"] for row in rows)
     is_known = bool(rate) and read_s > 0 and not _is_held(rows)
     share = sum(row["read_bytes"] for row in rows) / read_s / rate if rate and is_known else None
-    draft.metric("share_of_limit", share, "x", "rate of reading, cutting and converting over that of the source")
+    draft.metric("share_of_limit", share, "share", "rate of reading, cutting and converting over that of the source")
     return rate
