@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -227,15 +228,17 @@ def test_an_expert_that_cannot_be_read_is_said_to_whoever_chose_it(
         held(checkpoint("qwen3_moe"), "streamed", None).run(inputs()[0])
 
 
-@pytest.mark.parametrize(("busy", "runs"), [(0.1, True), (0.9, False)])
+@pytest.mark.parametrize(("busy", "idle", "runs"), [(0.1, 0.9, True), (0.9, 0.1, False), (0.1, 0.1, False)])
 def test_layers_run_while_others_are_read_where_reading_leaves_time_to(
-    busy: float, runs: bool, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+    busy: float, idle: float, runs: bool, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching, cores = Overlap(torch.device("cpu")), torch.get_num_threads()
     clocks = SimpleNamespace(perf_counter=lambda: 7.0, process_time=lambda: 5.0 + 2.0 * busy * cores)
-    watching._started_s, watching._computed_s = 5.0, 5.0  # two seconds ago
+    watching._started_s, watching._computed_s, watching._idle_s = 5.0, 5.0, 5.0  # two seconds ago
+    idle_s = 5.0 + 2.0 * idle * psutil.cpu_count()
     with monkeypatch.context() as patched:
         patched.setattr(overlap, "time", clocks)
+        patched.setattr(overlap, "_idle_s", lambda: idle_s)
         found, why = watching.judge(1 << 30)
     assert found is runs
     assert ("ran while" in why) is runs
