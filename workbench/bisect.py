@@ -38,7 +38,7 @@ def blame(
     if verdict.bad_layer is not None:
         draft.find(_faulty_layer(draft, case, verdict, engine, options, reference))
         return
-    for finding in _outside_layers(case, verdict):
+    for finding in _outside_layers(case, verdict, options.mesh):
         draft.find(finding)
         return
     if verdict.cached is not None:  # where the blocks are wrong, so is what is served
@@ -155,7 +155,7 @@ def _given(case: Case, index: int) -> dict[str, NDArray[Any]]:
     return {f"hidden.{i}": value for i, value in case.golden.hidden.items() if i <= index}
 
 
-def _outside_layers(case: Case, verdict: Verdict) -> Iterator[Finding]:
+def _outside_layers(case: Case, verdict: Verdict, mesh: Mesh) -> Iterator[Finding]:
     """Faults before the first layer and behind the last, and errors that only add up."""
     features = verdict.others.get("image_features")
     if features is not None and not case.passes("image_features", features):
@@ -169,6 +169,7 @@ def _outside_layers(case: Case, verdict: Verdict) -> Iterator[Finding]:
         wrong = first_bad(case, verdict.free)
         if wrong is not None:
             message = "errors that only add up: every block alone is right on the reference's input"
+            message += ", or what one stage hands to the next is wrong" if mesh.pp > 1 else ""
             yield _outside(case, message, f"hidden.{wrong}", case.measure(verdict.free[wrong]))
 
 

@@ -62,7 +62,11 @@ def inputs_of(
     _say_unreached(draft, reach, length)
     found["random"] = random_inputs(spec, length, with_picture="prompt" not in found)
     far = far_inputs(spec, length)
-    return found if far is None else {**found, "far": far}
+    found |= {} if far is None else {"far": far}
+    tokens = np.unique(np.concatenate([inputs["input_ids"].ravel() for inputs in found.values()]))
+    words = f"of {spec.vocab_size:,}: embeddings of the others were not compared"
+    draft.metric("token_embeddings", len(tokens), "tokens", words)
+    return found
 
 
 def _prompt(
