@@ -12,6 +12,7 @@ import psutil
 import torch
 
 ENOUGH_BYTES, ENOUGH_S = 64 << 20, 0.2  # read before it is judged, or tried for so long
+WAITS = 0.35  # of the processors: less, and the source is waited for, whatever else the machine does
 BUSY = 0.7  # of the processors: from here on reading leaves too little to compute with
 
 
@@ -38,7 +39,7 @@ class Overlap:
         )
         if self._device.type != "cpu":
             return True, f"layers ran while those behind them were read: {found}, and {self._device} computes"
-        if busy < BUSY and idle > 1 - BUSY:
+        if busy < WAITS or (busy < BUSY and idle > 1 - BUSY):
             return True, f"layers ran while those behind them were read: {found}"
         return False, f"all was read before the first layer ran: {found}, so that running meanwhile would gain nothing"
 

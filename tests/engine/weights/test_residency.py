@@ -228,7 +228,9 @@ def test_an_expert_that_cannot_be_read_is_said_to_whoever_chose_it(
         held(checkpoint("qwen3_moe"), "streamed", None).run(inputs()[0])
 
 
-@pytest.mark.parametrize(("busy", "idle", "runs"), [(0.1, 0.9, True), (0.9, 0.1, False), (0.1, 0.1, False)])
+@pytest.mark.parametrize(
+    ("busy", "idle", "runs"), [(0.6, 0.4, True), (0.9, 0.1, False), (0.5, 0.1, False), (0.1, 0, True)]
+)
 def test_layers_run_while_others_are_read_where_reading_leaves_time_to(
     busy: float, idle: float, runs: bool, checkpoint: Get, held: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
