@@ -352,7 +352,7 @@ def _of_readable(
             lists[file].append(name)
         found: Mapping[str, Sequence[str]] = lists
     else:
-        found = {file: absent.names_in(file) for file in absent.files}
+        found = {file: absent.names_in(file) for file in absent.files if file in readable}
     for file, names in found.items():
         if isinstance(names, list):
             names = [name for name in names if name not in said]

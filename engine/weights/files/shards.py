@@ -94,7 +94,11 @@ def _by_index(
 ) -> tuple[list[str], list[Finding]]:
     findings: list[Finding] = []
     listed = sorted(files_of(weight_map))
-    if unread := [file for file in listed if file not in present]:
+    there = set(present)
+    unread = [file for file in listed if file not in there]
+    if len(unread) > _MOST_NAMED:
+        findings.append(_most_listed_missing(unread, len(listed)))
+    elif unread:
         held_in = names_in(weight_map, unread)
         findings.extend(
             _missing(file, names, held_in[file])
@@ -103,13 +107,15 @@ def _by_index(
             for file in unread
         )
     series = {found for file in listed if (found := _series(file)) is not None}
+    if len(series) > _MOST_NAMED:
+        series = {found for file in present if (found := _series(file)) is not None} & series
     siblings = [file for file in present if file not in listed and _series(file) in series]
     findings.extend(_unlisted(file) for file in siblings)
     for numbers in series:
         absent = _absent_of(numbers, {*present, *listed})
         if absent:
             findings.append(_unlisted_and_absent(absent))
-    files = sorted([file for file in listed if file in present] + siblings)
+    files = sorted([file for file in listed if file in there] + siblings)
     aside = [file for file in present if file not in files]
     instead = any(finding.code == "missing-shard" for finding in findings) and SINGLE in aside
     findings.extend(_aside(aside, "the index does not list", files, whole=instead))
@@ -178,6 +184,17 @@ def _most_missing(series: Series, absent: list[str]) -> Finding:
         expected=f"{stem}-1 to {stem}-{total}",
         found=f"at least {len(absent):,} absent, {absent[0]} first",
         next="fetch the shards, or rename the file if it is whole",
+    )
+
+
+def _most_listed_missing(unread: Sequence[str], listed: int) -> Finding:
+    return fatal(
+        "missing-shard",
+        f"{len(unread):,} of {listed:,} files that the index names are not there or no safetensors files",
+        file=INDEX,
+        expected=f"{unread[0]} and {len(unread) - 1:,} others",
+        found="absent, or no .safetensors files",
+        next="fetch the index of this release: no release has so many files",
     )
 
 

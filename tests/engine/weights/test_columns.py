@@ -286,3 +286,17 @@ def test_an_index_of_many_is_columns(home: Path, monkeypatch: pytest.MonkeyPatch
     again = indexes.read_index(home)
     assert again is not None
     assert [finding.code for finding in again.findings] == ["stale-index"]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_index_that_names_a_file_for_each_tensor_is_one_finding(tmp_path: Path, counted: bool) -> None:
+    """Files that nobody has cost no finding each, whether or not their names count how many there are."""
+    names = [
+        f"model-{n}-of-1500.safetensors" if counted else f"part-{n}-of-{n + 2000}.safetensors" for n in range(1500)
+    ]
+    weight_map = {f"model.layers.{n}.w": name for n, name in enumerate(names)}
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text("{}")
+    found = [finding for finding in Checkpoint.open(tmp_path).findings if finding.code == "missing-shard"]
+    assert [finding.file for finding in found] == [INDEX]
+    assert "1,500 of 1,500 files that the index names" in found[0].message
