@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
 
 def command_line() -> str:
     """The command as it was given, but for secrets; of a program of the user's own, or a notebook, that one."""
-    if "ipykernel" in sys.modules and not _is_command_line():
+    if _is_kernel() and not _is_command_line():
         return "a notebook"
     words = list(sys.argv[1:])
     for index, word in enumerate(words):
@@ -37,6 +37,12 @@ def command_line() -> str:
             words[index] = "..."
     program = ["firstlight"] if _is_command_line() else ["python", *filter(None, sys.argv[:1])]
     return shlex.join([*program, *words])
+
+
+def _is_kernel() -> bool:
+    """Whether this process is a notebook's, and not only one that has imported what kernels are made of."""
+    module = sys.modules.get("ipykernel.kernelapp")
+    return module is not None and bool(module.IPKernelApp.initialized())
 
 
 @cache

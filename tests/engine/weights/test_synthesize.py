@@ -68,7 +68,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no family answers"):
+    with pytest.raises(Refused, match="no family supports"):
         synthesize({**LLAMA, "model_type": "new"}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
