@@ -39,6 +39,7 @@ BLOCK_BYTES = 4096  # what O_DIRECT aligns offsets, lengths and memory to, on ev
 HUGE_PAGE_BYTES = 2 << 20  # reads past the cache go into these: in small pages a request is a list of 256 places
 BUFFER_BYTES = 2 * HUGE_PAGE_BYTES
 DIRECT_BYTES = BUFFER_BYTES - 2 * BLOCK_BYTES  # of one read past the cache
+SCRATCH_BYTES = 1 << 20  # of rows out of the page cache: what is read into it is still in the processor's own
 ALONE_BYTES = 32 << 10  # of a share of a row that is worth a read of its own past the cache
 NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth being called for
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -65,6 +66,7 @@ class LocalFiles:
         readers = min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0)))
         self._cached_shape = replace(LOCAL_SHAPE, chunk_bytes=CACHED_CHUNK_BYTES, in_flight=readers)
         self._spare: list[Buffer] = []
+        self._scratch: list[memoryview] = []
         self._compiling = threading.Lock()
         self._first_seen: dict[str, str] = {}
 
@@ -132,9 +134,20 @@ class LocalFiles:
     def give_buffer(self, buffer: Buffer) -> None:
         self._spare.append(buffer)
 
+    def take_scratch(self) -> memoryview:
+        """Memory for rows out of the page cache, in use already; give it back with `give_scratch`."""
+        try:
+            return self._scratch.pop()
+        except IndexError:
+            return memoryview(bytearray(b"\1") * SCRATCH_BYTES)
+
+    def give_scratch(self, scratch: memoryview) -> None:
+        self._scratch.append(scratch)
+
     def close(self) -> None:
-        """Give the memory of reads past the cache back."""
+        """Give the memory of reads back."""
         self._spare.clear()
+        self._scratch.clear()
 
 
 class Buffer:
@@ -306,21 +319,15 @@ class LocalFile:
         compiled, ways = self._source.native(target.nbytes), self._source.rows(span, offsets.step)
         if compiled is None:
             return self._rows_one_by_one(offsets, target, span)
-        way, before_s, done = ways.way(), time.thread_time(), 0
+        way, scratch, done = ways.way(), self._source.take_scratch(), 0
+        before_s = time.thread_time()
         if way == "together":
-            done = self._rows_by_buffer(compiled, offsets, target, span)
+            done = compiled.take_rows(self._descriptor, offsets[0], target, span, offsets.step, scratch)
         if done < len(offsets):
             done += compiled.try_rows(self._descriptor, offsets[done], target[done * span :], span, offsets.step)
         ways.took(way, done * span, time.thread_time() - before_s)
+        self._source.give_scratch(scratch)
         return done
-
-    def _rows_by_buffer(self, compiled: Native, offsets: range, target: memoryview, span: int) -> int:
-        """How many rows the page cache gave with what is between them."""
-        buffer = self._source.take_buffer()
-        try:
-            return compiled.take_rows(self._descriptor, offsets[0], target, span, offsets.step, buffer.bytes)
-        finally:
-            self._source.give_buffer(buffer)
 
     def _rows_one_by_one(self, offsets: range, target: memoryview, span: int) -> int:
         descriptor, preadv, done = self._descriptor, os.preadv, 0
