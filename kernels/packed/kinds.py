@@ -23,8 +23,8 @@ FASTER = frozenset(
 """Kinds by which `native` multiplies a row faster than by plain bfloat16, which is read from memory.
 
 Of a weight of 2048 x 4096 a row takes 0.52 (int4, a scale a row) to 0.88 (e5m2) of its time, E4M3 0.95 to 1.08, orders
-0.95 and more; 4 rows at once take 0.87 to 1.24, 16 take 0.95 to 1.32 (AMD EPYC with AVX512-BF16, two threads, torch 2.13,
-side by side, 2026-11-30).
+0.95 and more; 4 rows at once take 0.87 to 1.24, 16 take 0.95 to 1.32 (AMD EPYC with AVX512-BF16, two threads, torch
+2.13, side by side, 2026-11-30).
 """
 
 CPU_FLAGS = frozenset(("avx512_bf16", "avx512bw", "avx512dq", "avx512vl"))  # that `native` computes by vectors with
