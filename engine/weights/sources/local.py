@@ -41,6 +41,7 @@ BUFFER_BYTES = 2 * HUGE_PAGE_BYTES
 DIRECT_BYTES = BUFFER_BYTES - 2 * BLOCK_BYTES  # of one read past the cache
 SCRATCH_BYTES = 1 << 20  # of rows out of the page cache: what is read into it is still in the processor's own
 ALONE_BYTES = 32 << 10  # of a share of a row that is worth a read of its own past the cache
+STEP_BYTES = 32  # the kernel copies fastest between places that lie alike in so many bytes
 NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth being called for
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 NOT_THERE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)  # without waiting, or without asking so at all
@@ -362,18 +363,38 @@ class LocalFile:
                 there = compiled.cached(self._descriptor, offset, wanted)
             if not there:
                 return pending
-            try:
-                count = os.preadv(self._descriptor, before(pending, there), offset, NO_WAIT)
-            except OSError as error:
-                if error.errno in NOT_THERE:
-                    return pending
-                raise
+            there_now = before(pending, there)
+            if compiled is not None and _is_out_of_step(there_now[0], offset):
+                count = self._by_scratch(compiled, offset, there_now[0])
+            else:
+                count = self._at_once(offset, there_now)
             if count == 0:
                 return pending
             self._source.usage.add("cached", count)
             offset += count
             pending = after(pending, count)
         return pending
+
+    def _by_scratch(self, compiled: Native, offset: int, target: memoryview) -> int:
+        scratch = self._source.take_scratch()
+        count = compiled.take(self._descriptor, offset, target, scratch)
+        self._source.give_scratch(scratch)
+        return count
+
+    def _at_once(self, offset: int, buffers: list[memoryview]) -> int:
+        """Fill the buffers, as far as the page cache has them, up to one that is better filled by itself."""
+        at, together = offset, buffers[:1]
+        for view in buffers[1:]:
+            at += together[-1].nbytes
+            if _is_out_of_step(view, at):
+                break
+            together.append(view)
+        try:
+            return os.preadv(self._descriptor, together, offset, NO_WAIT)
+        except OSError as error:
+            if error.errno in NOT_THERE:
+                return 0
+            raise
 
     def _read_cold(self, offset: int, pending: list[memoryview], nbytes: int, end: int) -> None:
         method, _ = self._cold_way()
@@ -430,6 +451,17 @@ def _copy(address: int, nbytes: int, buffers: list[memoryview]) -> list[memoryvi
         address, nbytes = address + count, nbytes - count
         pending = after(pending, count) if count < view.nbytes else pending[1:]
     return pending
+
+
+def _is_out_of_step(target: memoryview, offset: int) -> bool:
+    """Whether the kernel would copy slowly to this memory from `offset` of a file.
+
+    It does where the two lie differently in lines of 32 bytes; a tensor's place in a file is what its header's length
+    makes it, while in memory it begins with a line.
+    """
+    if target.nbytes < NATIVE_BYTES:
+        return False
+    return (ctypes.addressof(ctypes.c_char.from_buffer(target)) - offset) % STEP_BYTES != 0
 
 
 def _disk_bytes() -> int:

@@ -16,14 +16,18 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace {
 
-constexpr int64_t PROBE = 128 << 10;  // the page cache is asked for a byte in every so many
+constexpr int64_t PROBE = 1 << 20;    // the page cache is asked for a byte in every so many
 constexpr long CACHESTAT = 451;       // the number of the system call, on every architecture
 constexpr int64_t UNDER_WAY = 128;    // rows that the system is told of ahead of the one that is waited for
+constexpr int64_t LINE = 64;          // bytes of a line of the processor's cache; a power of two
 
-// How many pages of [offset, offset + nbytes) the page cache holds, as Linux 6.5 and later say; -1 where it does not tell.
+// How many pages of [offset, offset + nbytes) the page cache holds, as Linux 6.5 and later say; -1 where it does not.
 // Unlike a read that does not wait, this has nothing read ahead.
 int64_t pages_cached(int file, int64_t offset, int64_t nbytes) {
     struct { uint64_t offset, nbytes; } range = {static_cast<uint64_t>(offset), static_cast<uint64_t>(nbytes)};
@@ -33,28 +37,57 @@ int64_t pages_cached(int file, int64_t offset, int64_t nbytes) {
 
 // Whether the page cache holds the byte at `offset`; no where the file system does not tell.
 bool is_cached(int file, int64_t offset) {
+    const int64_t found = pages_cached(file, offset, 1);
+    if (found >= 0) return found > 0;
     char byte;
     struct iovec one = {&byte, 1};
     return preadv2(file, &one, 1, offset, RWF_NOWAIT) == 1;
 }
 
-// How many of `nbytes` from `offset` on seem to be in the page cache. What is counted and not there, between two probes
-// or because it is still on its way, is waited for when it is touched, as in any read.
+// How many of `nbytes` from `offset` on seem to be in the page cache, going by a byte in every so many: to count all pages
+// takes a tenth of the time of copying them. Reads that do not wait stop at what is missing between two of those.
 int64_t cached(int file, int64_t offset, int64_t nbytes) {
-    const int64_t page = sysconf(_SC_PAGESIZE), whole = (offset + nbytes - 1) / page - offset / page + 1;
-    const int64_t found = pages_cached(file, offset, nbytes);
-    if (found == 0 || found == whole) return found ? nbytes : 0;
-    for (int64_t at = 0; at < nbytes; at += PROBE) {
-        const int64_t start = offset + at, length = nbytes - at < PROBE ? nbytes - at : PROBE;
-        if (found < 0 ? !is_cached(file, start)
-                      : pages_cached(file, start, length) != (start + length - 1) / page - start / page + 1)
-            return at;
+    for (int64_t at = 0; at < nbytes; at += PROBE)
+        if (!is_cached(file, offset + at)) return at;
+    return is_cached(file, offset + nbytes - 1) ? nbytes : (nbytes - 1) / PROBE * PROBE;
+}
+
+// Copies to memory that is not read soon, past the processor's cache: whole lines are written without being fetched.
+void copy(char *target, const char *from, int64_t nbytes) {
+#ifdef __SSE2__
+    const int64_t head = -reinterpret_cast<intptr_t>(target) & (LINE - 1);
+    if (nbytes >= head + 2 * LINE) {
+        memcpy(target, from, head);
+        target += head, from += head, nbytes -= head;
+        for (; nbytes >= LINE; target += LINE, from += LINE, nbytes -= LINE) {
+            auto to = reinterpret_cast<__m128i *>(target);
+            auto line = reinterpret_cast<const __m128i *>(from);
+            const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
+            const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
+            _mm_stream_si128(to, a), _mm_stream_si128(to + 1, b);
+            _mm_stream_si128(to + 2, c), _mm_stream_si128(to + 3, d);
+        }
     }
-    return found > 0 || is_cached(file, offset + nbytes - 1) ? nbytes : (nbytes - 1) / PROBE * PROBE;
+#endif
+    memcpy(target, from, nbytes);
+}
+
+// Whoever is told of the end of `copy` finds what it wrote.
+void copied() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
 }
 
 void gather(const char *from, char *target, int64_t count, int64_t span, int64_t stride) {
-    for (int64_t row = 0; row < count; row++) memcpy(target + row * span, from + row * stride, span);
+    for (int64_t row = 0; row < count; row++) copy(target + row * span, from + row * stride, span);
+    copied();
+}
+
+// The first place in the scratch that lies as many bytes behind a line's start as `offset` does in its file: the kernel
+// copies from its pages there in half the time or a third of it. `LINE` bytes of the scratch are for that.
+char *in_step(char *scratch, int64_t offset) {
+    return scratch + ((offset - reinterpret_cast<intptr_t>(scratch)) & (LINE - 1));
 }
 
 }  // namespace
@@ -64,19 +97,36 @@ extern "C" {
 // How many of `nbytes` from `offset` on seem to be in the page cache.
 int64_t firstlight_cached(int file, int64_t offset, int64_t nbytes) { return cached(file, offset, nbytes); }
 
+// Reads a range, as far as the page cache holds it, by way of `scratch`, which stays in the processor's cache: for memory
+// that is out of step with the file. How many bytes that were.
+int64_t firstlight_take(int file, int64_t offset, char *target, int64_t nbytes, char *scratch, int64_t scratch_bytes) {
+    int64_t done = 0;
+    while (done < nbytes) {
+        const int64_t left = nbytes - done, most = scratch_bytes - LINE;
+        struct iovec one = {in_step(scratch, offset + done), static_cast<size_t>(left < most ? left : most)};
+        const ssize_t found = preadv2(file, &one, 1, offset + done, RWF_NOWAIT);
+        if (found <= 0) break;
+        copy(target + done, static_cast<const char *>(one.iov_base), found);
+        done += found;
+    }
+    copied();
+    return done;
+}
+
 // Copies shares of rows, `span` of every `stride` bytes, while the page cache holds them and what lies between them: many
 // rows come by one read into `scratch`, which stays in the processor's cache. How many rows that were.
 int64_t firstlight_take_rows(int file, int64_t offset, char *target, int64_t count, int64_t span, int64_t stride,
                              char *scratch, int64_t scratch_bytes) {
-    const int64_t each = scratch_bytes < span ? 0 : (scratch_bytes - span) / stride + 1;
+    const int64_t most = scratch_bytes - LINE, each = most < span ? 0 : (most - span) / stride + 1;
     int64_t done = 0;
     while (done < count && each > 0) {
         const int64_t rows = count - done < each ? count - done : each;
         const int64_t start = offset + done * stride, nbytes = (rows - 1) * stride + span;
         if (cached(file, start, nbytes) < nbytes) return done;
-        struct iovec one = {scratch, static_cast<size_t>(nbytes)};
+        char *place = in_step(scratch, start);
+        struct iovec one = {place, static_cast<size_t>(nbytes)};
         if (preadv2(file, &one, 1, start, RWF_NOWAIT) != nbytes) return done;
-        gather(scratch, target + done * span, rows, span, stride);
+        gather(place, target + done * span, rows, span, stride);
         done += rows;
     }
     return done;

@@ -26,21 +26,28 @@ class Native:
         """Raises `OSError` where the library cannot be loaded."""
         compiled = ctypes.CDLL(str(path))
         file, number, memory = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._take_rows = compiled.firstlight_take_rows
+        self._take, self._take_rows = compiled.firstlight_take, compiled.firstlight_take_rows
         self._try_rows, self._read_rows = compiled.firstlight_try_rows, compiled.firstlight_read_rows
         for function in (self._try_rows, self._read_rows):
             function.argtypes = (file, number, memory, number, number, number)
+        self._take.argtypes = (file, number, memory, number, memory, number)
         self._take_rows.argtypes = (file, number, memory, number, number, number, memory, number)
         self._cached = compiled.firstlight_cached
         self._cached.argtypes, self._cached.restype = (file, number, number), number
         self._gather = compiled.firstlight_gather
         self._gather.argtypes, self._gather.restype = (memory, memory, number, number, number), None
-        for function in (self._take_rows, self._try_rows, self._read_rows):
+        for function in (self._take, self._take_rows, self._try_rows, self._read_rows):
             function.restype = number
 
     def cached(self, descriptor: int, offset_bytes: int, nbytes: int) -> int:
         """How many bytes of a range, from its start on, seem to be in the page cache; nothing is read for that."""
         return int(self._cached(descriptor, offset_bytes, nbytes))
+
+    def take(self, descriptor: int, offset_bytes: int, target: memoryview, scratch: memoryview) -> int:
+        """Read a range by way of `scratch`, as far as the page cache holds it; bytes read."""
+        return int(
+            self._take(descriptor, offset_bytes, _address(target), target.nbytes, _address(scratch), scratch.nbytes)
+        )
 
     def take_rows(
         self, descriptor: int, offset_bytes: int, target: memoryview, span: int, stride: int, scratch: memoryview

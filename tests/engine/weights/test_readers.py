@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
@@ -432,6 +433,46 @@ def test_shares_of_rows_are_the_same_by_either_way(tmp_path: Path, span: int, st
         assert target == expected
         assert compiled.take_rows(stream.fileno(), 0, memoryview(more), span, stride, scratch) <= done
         assert compiled.try_rows(stream.fileno(), 0, memoryview(more), span, stride) == rows
+
+
+@pytest.mark.parametrize(("offset", "shift", "nbytes"), [(8, 0, 70_000), (77, 3, 200), (0, 5, 4096), (5, 63, 127)])
+def test_a_range_by_way_of_a_buffer_is_the_same_bytes(tmp_path: Path, offset: int, shift: int, nbytes: int) -> None:
+    """At every phase of a line of the processor's cache, past the buffer's length, and up to the end of the file."""
+    compiled = local.native()
+    assert compiled is not None
+    path, content = tmp_path / "shard", random.Random(2).randbytes(offset + nbytes)
+    path.write_bytes(content)
+    target, scratch = bytearray(shift + nbytes + 100), memoryview(bytearray(8192))
+    with path.open("rb") as stream:
+        assert compiled.take(stream.fileno(), offset, memoryview(target)[shift:], scratch) == nbytes
+    assert target == bytes(shift) + content[offset:] + bytes(100)
+
+
+def test_memory_out_of_step_with_its_file_is_filled_by_way_of_a_buffer(
+    files: dict[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is in step, or small, without one, in whatever order they come in one read."""
+    path, content = list(files.items())[2]
+    assert path.read_bytes() == content, "now the page cache has it"
+    compiled, taken = local.native(), list[int]()
+    assert compiled is not None
+    take = compiled.take
+
+    def noted(descriptor: int, offset: int, target: memoryview, scratch: memoryview) -> int:
+        taken.append(target.nbytes)
+        return take(descriptor, offset, target, scratch)
+
+    monkeypatch.setattr(compiled, "take", noted)
+    memory = memoryview(bytearray(4 << 20))
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % local.STEP_BYTES
+    large = local.NATIVE_BYTES + 64
+    views = [memory[start:][:100], memory[start + 128 :][:large], memory[start + (1 << 20) + 8 :][: large + 1]]
+    for offset, expected in ((28, [large + 1]), (36, [large]), (0, [large, large + 1])):
+        taken.clear()
+        with closing(LocalFiles().open(str(path))) as opened:
+            opened.read_into(offset, views)
+        assert b"".join(views) == content[offset : offset + sum(view.nbytes for view in views)]
+        assert taken == expected
 
 
 @pytest.mark.parametrize("compilers", [(), ("false",)])
