@@ -1,6 +1,7 @@
 """A checkpoint's weights unpacked to whole tensors, by the names that rules and references use.
 
-For references, which compute with what the tensors stand for; a rank's own loading reads slices (`loader`).
+For references, which compute with what the tensors stand for, by the published formulas (`published`). A rank's own
+loading reads slices and unpacks them in its own way (`loader`, `formats`), so that no fault of it is theirs as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from firstlight.engine.weights.formats.grid import Packed
 from firstlight.engine.weights.ledger import scheme_of
 from firstlight.engine.weights.loading.placing import STORED_DTYPES, refuse_if_wrong
 from firstlight.engine.weights.packed import group, left_out, with_columns
+from firstlight.engine.weights.published import published
 
 OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 
@@ -76,7 +78,7 @@ class Unpacked:
         if "shape" in by_role:  # headers show whole words only
             packed = with_columns(packed, int(by_role["shape"][-1])) or packed
         refuse_if_wrong(packed, by_role)
-        values = packed.format.unpack(by_role, tuple((0, size) for size in packed.shape), packed.shape)
+        values = published(packed.format, by_role, packed.shape)
         return values.mT.contiguous() if packed.format.swapped else values
 
     def _stored(self, info: TensorInfo) -> Tensor:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 
-from firstlight.engine.weights.formats.awq import Awq
-from firstlight.engine.weights.formats.fp8 import Fp8
-from firstlight.engine.weights.formats.gptq import Gptq
-from firstlight.engine.weights.formats.grid import Packed
-from firstlight.engine.weights.formats.int8 import Int8
-from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
-from firstlight.engine.weights.formats.nvfp4 import NvFp4
-from firstlight.engine.weights.formats.packed_int import PackedInt
+from firstlight.engine.weights.formats.announced import every_format
+from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.source import Source
-
-AnyFormat = Awq | Fp8 | Gptq | Int8 | MxFp4 | MxFp4Blocks | NvFp4 | PackedInt
 
 
 class _Packed(Packed, frozen=True, gc=False):
     """As it is written: which format it is, the format says itself."""
 
-    format: AnyFormat
+    format: msgspec.Raw  # type: ignore[assignment]  # read once, however many weights have it
 
 
 class _Source(Source, frozen=True, gc=False):
@@ -38,14 +30,26 @@ class _Ledger(Ledger, frozen=True, kw_only=True):
 def ledger_of(data: bytes) -> Ledger:
     """The ledger that an engine wrote. Raises `msgspec.MsgspecError` for anything else."""
     found = msgspec.json.decode(data, type=_Ledger)
+    formats = _Formats()
     fields = {name: getattr(found, name) for name in Ledger.__struct_fields__}
-    return Ledger(**{**fields, "sources": {name: _source(one) for name, one in found.sources.items()}})
+    return Ledger(**{**fields, "sources": {name: _source(one, formats) for name, one in found.sources.items()}})
 
 
-def _source(found: _Source) -> Source:
+def _source(found: _Source, formats: _Formats) -> Source:
     packed = found.packed
-    whole = None if packed is None else Packed(packed.name, packed.shape, packed.format, packed.tensors)
+    whole = None if packed is None else Packed(packed.name, packed.shape, formats[bytes(packed.format)], packed.tensors)
     return Source(found.tensor, found.region, found.transpose, found.tied, whole)
+
+
+class _Formats(dict[bytes, Format]):
+    """Formats by what is written of them; equal ones are one."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.json.Decoder(Union[every_format()])  # noqa: UP007 (they are no list that is written here)
+
+    def __missing__(self, written: bytes) -> Format:
+        found: Format = self._decoder.decode(written)
+        return self.setdefault(written, found)
 
 
 def plain(value: Any) -> Any:

@@ -91,6 +91,11 @@ def announcements(config: Mapping[str, Any]) -> dict[str, Any]:
     return found or ({MLX: alone} if alone else {})
 
 
+def every_format() -> tuple[type[Format], ...]:
+    """The classes of all formats that are known: those above, and what has been defined beside them."""
+    return Format.kinds()
+
+
 def _implied(found: Mapping[str, Any]) -> str | None:
     """The tool of a configuration that does not name it, by a key that only one tool writes."""
     if "config_groups" in found:

@@ -133,6 +133,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     swapped: ClassVar[bool] = False  # the tensor that rules speak of is [..., columns, rows]
     of_linear: ClassVar[bool] = False  # rows are outputs, however an architecture has its plain weight
 
+    @classmethod
+    def kinds(cls) -> tuple[type[Format], ...]:
+        """Every format whose file has been read: its class says that it is one, and no list says it again."""
+        return tuple(found for kind in cls.__subclasses__() for found in (kind, *kind.kinds()))
+
     @property
     def padding(self) -> int:
         """Columns are stored in words of so many, the last of which may be part empty."""

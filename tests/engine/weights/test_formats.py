@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.engine.weights.formats import unpacking
+from firstlight.engine.weights.formats.announced import every_format
 from firstlight.engine.weights.formats.awq import Awq
 from firstlight.engine.weights.formats.fp8 import Fp8
 from firstlight.engine.weights.formats.gptq import Gptq
 from firstlight.engine.weights.formats.grid import WHOLE, Axis, Format
 from firstlight.engine.weights.formats.int8 import Int8
 from firstlight.engine.weights.formats.packed_int import PackedInt
-from firstlight.engine.weights.packing import fp8_values, pack
+from firstlight.engine.weights.packing import PACKERS, fp8_values, pack
+from firstlight.engine.weights.published import READERS, exponents, numbers, published
 from tests.engine.weights.quantized import FORMATS, part_of, tensors, whole
 
 
@@ -39,6 +41,7 @@ def test_numbers_are_those_that_codes_and_scales_stand_for(name: str, shape: tup
     found = format_.unpack(parts, whole(shape), shape)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.from_numpy(values), rtol=0, atol=0)
+    torch.testing.assert_close(published(format_, parts, shape), found, rtol=0, atol=0)
     assert len(found.unique()) > 10, "the numbers must differ for this to say anything"
     assert format_.problem(parts, shape) is None
 
@@ -60,6 +63,7 @@ def test_any_box_is_that_part_of_the_whole(name: str, data: st.DataObject) -> No
     found = part_of(format_, tensors(stored), box, shape)
     expected = torch.from_numpy(values[tuple(slice(*bound) for bound in box)].copy())
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(published(format_, tensors(stored), shape), torch.from_numpy(values), rtol=0, atol=0)
 
 
 def units(format_: Format) -> tuple[int, int]:
@@ -122,6 +126,19 @@ def test_eight_bit_floats_are_those_of_torch() -> None:
         torchs = torch.arange(128, dtype=torch.uint8).view(dtype).float()
         torchs = torch.where(torchs.isfinite(), torchs, torch.nan)
         torch.testing.assert_close(torchs, table, rtol=0, atol=0, equal_nan=True)
+
+
+def test_all_bytes_of_the_published_tables() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        every = torch.arange(256, dtype=torch.uint8).view(dtype)
+        np.testing.assert_array_equal(numbers(every), every.float().numpy())
+    np.testing.assert_array_equal(exponents(), torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float())
+
+
+def test_every_format_has_a_packer_and_a_published_formula() -> None:
+    own = [kind for kind in every_format() if kind.__module__.startswith("firstlight.")]
+    assert len(own) >= 8
+    assert set(own) == PACKERS.keys() == READERS.keys() == {type(format_) for format_ in FORMATS.values()}
 
 
 def test_exponents_are_powers_of_two() -> None:
