@@ -19,7 +19,7 @@ __all__ = [
 
 Figure = dict[str, Any]
 Row = Mapping[str, Any]
-MOST_NAMES = 16  # along an axis
+MOST_NAMES = 16  # along an axis, or in a legend
 KINDS = {"mixer": "attention", "ffn": "mlp", "embed": "embedding", "norm": "norm", "head": "head"}
 """What a block is, by the last part of its name."""
 MOST_TOGETHER = 8  # curves whose values at one time are told together
@@ -260,7 +260,7 @@ def timeline(rows: Sequence[Row], phase: str) -> Figure:
             }
         )
     layout = _layout(
-        120 + 34 * max(1, len(lanes)),
+        120 + (34 if len(lanes) <= MOST_NAMES else 17) * max(1, len(lanes)),
         xaxis={"title": {"text": "ms since the step began"}},
         yaxis={
             "type": "category",
@@ -281,30 +281,35 @@ def loading(events: Sequence[tuple[str, float, float]]) -> Figure:
     """Bytes read over time, a line a phase: (phase, seconds since the beginning, bytes)."""
     by_phase: dict[str, list[tuple[float, float]]] = {}
     for phase, time_s, done in events:
-        by_phase.setdefault(phase, []).append((time_s, done / 2**20))
+        by_phase.setdefault(phase, []).append((time_s, done))
+    unit, size = _bytes_unit(max((done for _, _, done in events), default=0.0))
     traces = [
         {
             "type": "scatter",
             "mode": "lines+markers",
             "name": phase,
             "x": [time_s for time_s, _ in points],
-            "y": [done for _, done in points],
+            "y": [done / size for _, done in points],
             "line": {"width": 1.6, "color": colour(phase, index), "shape": "hv"},  # between two events nothing is known
             "marker": {"size": 4},
-            "hovertemplate": "%{y:,.4~g} MiB after %{x:.4~g} s",
+            "hovertemplate": f"%{{y:,.4~g}} {unit} after %{{x:.4~g}} s",
         }
         for index, (phase, points) in enumerate(by_phase.items())
     ]
-    layout = _layout(
-        280, xaxis={"title": {"text": "time since the rung began (s)"}}, yaxis={"title": {"text": "read (MiB)"}}
-    )
-    return {"data": traces, "layout": layout}
+    many = {"showlegend": False} if len(traces) > MOST_NAMES else {}  # who is who stands on hover, and in the replay
+    xaxis = {"title": {"text": "time since the rung began (s)"}}
+    return {"data": traces, "layout": _layout(280, xaxis=xaxis, yaxis={"title": {"text": f"read ({unit})"}}, **many)}
+
+
+def _bytes_unit(largest: float) -> tuple[str, int]:
+    """The unit in which bytes of this size are drawn, and how many bytes it is."""
+    return ("GiB", 2**30) if largest >= 10 * 2**30 else ("MiB", 2**20)
 
 
 def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
-    """The rate of reading up to each layer, a bar a rank, beside what the source gives: rows of `load`'s `by_layer`.
+    """The rate of reading up to each layer beside what the source gives: rows of `load`'s table `by_layer`.
 
-    None without rates, as of a load that was held.
+    A bar a rank; of many ranks the fastest, the median and the slowest. None without rates, as of a load that was held.
     """
     ranks: dict[int, list[Row]] = {}
     for row in rows:
@@ -312,30 +317,49 @@ def layer_rates(rows: Sequence[Row], limit: float | None) -> Figure | None:
             ranks.setdefault(row["rank"], []).append(row)
     if not ranks:
         return None
-    traces: list[dict[str, Any]] = [
-        {
+    unit, size = _bytes_unit(max(limit or 0.0, *(row["rate_bytes_per_s"] for found in ranks.values() for row in found)))
+    traces: list[dict[str, Any]] = []
+    lines = {f"rank {rank}": found for rank, found in ranks.items()} if len(ranks) <= MOST_TOGETHER else _spread(ranks)
+    for index, (name, found) in enumerate(lines.items()):
+        trace = {
             "type": "bar",
-            "name": f"rank {rank}",
+            "name": name,
             "x": [str(row["layer"]) for row in found],
-            "y": [row["rate_bytes_per_s"] / 2**20 for row in found],
-            "hovertext": [
-                f"{html.escape(str(row['layer']))}, rank {rank}<br>{row['rate_bytes_per_s'] / 2**20:,.1f} MiB/s"
-                f"<br>{row['read_bytes'] / 2**20:,.2f} MiB, there"
-                f" after {1e3 * row.get('done_s', row.get('read_s', 0.0)):.2f} ms"
-                for row in found
-            ],
+            "y": [row["rate_bytes_per_s"] / size for row in found],
+            "hovertext": [_rate_hover(row, unit, size) for row in found],
             "hoverinfo": "text",
-            "marker": {"color": colour(f"rank {rank}", rank)},
+            "marker": {"color": colour(name, index)},
         }
-        for rank, found in ranks.items()
-    ]
+        traces.append(trace)
     places = list(dict.fromkeys(str(row["layer"]) for row in rows))
     if limit:
         line = {"color": LIMIT, "dash": "dash", "width": 1.6}
-        name = f"the source gives {limit / 2**20:,.0f} MiB/s"
+        name = f"the source gives {limit / size:,.4g} {unit}/s"
         traces.append(
-            {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [limit / 2**20] * len(places)}
+            {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [limit / size] * len(places)}
             | {"line": line, "hoverinfo": "name"}
         )
-    yaxis = {"title": {"text": "rate (MiB/s)"}, "rangemode": "tozero", "tickformat": ",d"}
+    yaxis = {"title": {"text": f"rate ({unit}/s)"}, "rangemode": "tozero", "tickformat": ",.4~g"}
     return {"data": traces, "layout": _layout(280, xaxis=_names(places), yaxis=yaxis, barmode="group")}
+
+
+def _rate_hover(row: Row, unit: str, size: int) -> str:
+    done_ms = 1e3 * row.get("done_s", row.get("read_s", 0.0))
+    return (
+        f"{html.escape(str(row['layer']))}, rank {row['rank']}<br>{row['rate_bytes_per_s'] / size:,.4g} {unit}/s"
+        f"<br>{row['read_bytes'] / 2**20:,.2f} MiB, there after {done_ms:.2f} ms"
+    )
+
+
+def _spread(ranks: Mapping[int, Sequence[Row]]) -> dict[str, list[Row]]:
+    """Of each layer the rows of the fastest, the median and the slowest rank that has it."""
+    by_layer: dict[str, list[Row]] = {}
+    for found in ranks.values():
+        for row in found:
+            by_layer.setdefault(str(row["layer"]), []).append(row)
+    ordered = [sorted(found, key=lambda row: -row["rate_bytes_per_s"]) for found in by_layer.values()]
+    return {
+        "fastest rank": [found[0] for found in ordered],
+        "median rank": [found[len(found) // 2] for found in ordered],
+        "slowest rank": [found[-1] for found in ordered],
+    }

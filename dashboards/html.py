@@ -34,6 +34,12 @@ class Line(NamedTuple):
     text: str
 
 
+class Figure(NamedTuple):
+    """A number in words with its unit, which stands right like numbers."""
+
+    text: str
+
+
 def said(text: object) -> str:
     """Foreign text: markup is escaped, characters that would change how the rest reads are spelt out."""
     return html.escape(printable(str(text)))
@@ -153,8 +159,8 @@ def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
     """A column as its heading, the class of its numbers, if it has some, and its cells."""
     name = words.heading(column.removesuffix("_bytes_per_s"))
     numbers = [float(value) for value in values if words.is_number(value)]
-    kind = "n" if numbers else ""
-    texts = [value.text if isinstance(value, Link | Line) else _in_words(column, value) for value in values]
+    kind = "n" if numbers or any(isinstance(value, Figure) for value in values) else ""
+    texts = [value.text if isinstance(value, Link | Line | Figure) else _in_words(column, value) for value in values]
     if numbers and (scale := words.percent_scale(column)) is not None:
         number = _alike([scale * one for one in numbers])
         texts = [
@@ -201,7 +207,7 @@ def _cell(column: str, text: str, kind: str, value: Any) -> str:
     if isinstance(value, Line):
         kind, inner = f"{kind} line", _command(text)
     elif kind.startswith("w"):
-        inner = words.ENDS.sub(r"\1<wbr>", inner)  # names are broken where their parts end
+        inner = _parted(text)
     if isinstance(value, Link):
         inner = f'<a href="?{said(value.query)}">{inner}</a>'
     in_full = f"{value:,}" if isinstance(value, int) else repr(value)
@@ -209,13 +215,20 @@ def _cell(column: str, text: str, kind: str, value: Any) -> str:
     return f'<td class="{kind}"' + (f' title="{said(in_full)}"' if is_rounded else "") + f">{inner}</td>"
 
 
+def _parted(text: object) -> str:
+    """Foreign text in which names are broken where their parts end."""
+    return words.ENDS.sub(r"\1<wbr>", said(text))
+
+
 def findings(found: Sequence[Finding]) -> str:
     """Findings, the fatal ones first, each with what to do next."""
     order = {"fatal": 0, "warning": 1, "note": 2}
     rows = []
     for finding in sorted(found, key=lambda one: order.get(one.severity, 3)):
-        lines = [f"<b>{said(finding.code)}</b>: {said(finding.message)}"]
-        lines += [f'<span class="quiet">{said(name)}:</span> {said(value)}' for name, value in finding_fields(finding)]
+        lines = [f"<b>{said(finding.code)}</b>: {_parted(finding.message)}"]
+        lines += [
+            f'<span class="quiet">{said(name)}:</span> {_parted(value)}' for name, value in finding_fields(finding)
+        ]
         rows.append(f"<tr><td class='t'>{status(finding.severity)}</td><td>{'<br>'.join(lines)}</td></tr>")
     return scrolled("findings", f"<table class='findings'>{''.join(rows)}</table>") if rows else nothing("no findings")
 

@@ -296,8 +296,9 @@ def _so_far(pace: Pace) -> str:
 
 def _amount_so_far(event: ProgressEvent) -> str:
     """How much of how much."""
-    so_far = words.quantity(event.done, event.unit)
-    return so_far if event.total is None else f"{so_far} of {words.quantity(event.total, event.unit)}"
+    if event.total is None:
+        return words.quantity(event.done, event.unit)
+    return words.of_total(event.done, event.total, event.unit)
 
 
 def _amount(event: ProgressEvent) -> str:

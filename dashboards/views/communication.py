@@ -73,7 +73,9 @@ class Communication:
                 html.card("The slow link", _slowest(rows, phase) + (html.nothing(RECEIVES) if pp else "")),
                 html.card(
                     "Collectives of a step",
-                    html.table([r for r in profile.tables.get("collectives", []) if r["phase"] == phase]),
+                    html.table(
+                        [_without_phase(r) for r in profile.tables.get("collectives", []) if r["phase"] == phase]
+                    ),
                 ),
                 html.card("The step, call by call", html.table(_calls(rows, phase))) if rows else "",
             ),
@@ -91,6 +93,11 @@ def _of_which(rows: list[dict[str, Any]], phase: str) -> str:
     )
 
 
+def _without_phase(row: dict[str, Any]) -> dict[str, Any]:
+    """The phase is chosen above all tables."""
+    return {name: value for name, value in row.items() if name != "phase"}
+
+
 def _ms(value: float) -> str:
     return f"{value:.2f} ms"
 
@@ -99,7 +106,7 @@ def _calls(rows: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
     """The timeline in words, in the order of time on each rank."""
     names = ("rank", "kind", "name", "start_ms", "duration_ms", "moved_bytes")
     mine = sorted((row for row in rows if row["phase"] == phase), key=lambda row: (row["rank"], row["start_ms"]))
-    return [{name: row[name] for name in names} for row in mine]
+    return [{name: row[name] for name in names} | {"moved_bytes": row["moved_bytes"] or None} for row in mine]
 
 
 def waits(collective: str) -> bool:

@@ -86,7 +86,7 @@ class Live:
             failed = (
                 html.card("", html.nothing(f"the engine failed: {failure}"), "alarm") if failure is not None else ""
             )
-            put(self._state, html.page(failed, not_yet(snapshot, "To have one answer", "up", "--detached")))
+            put(self._state, html.page(failed, not_yet(snapshot, "No engine to ask", "up", "--detached")))
 
     def _ask(self) -> None:
         text = self._text.value.strip()

@@ -27,7 +27,7 @@ class Loading:
         self._top, self._step, self._rest = pane(), pane(), pane()
         self._rates, self._bytes = Chart("Rate of reading, up to each layer"), Chart("Bytes over time")
         self._replay = pn.widgets.IntSlider(
-            name="Replay: event",
+            name="Event",
             value=0,
             start=0,
             end=1,
@@ -38,6 +38,7 @@ class Loading:
         self._replay_card = card("Replay", self._replay, self._step)
         self._replay.param.watch(lambda _: self._draw_step(), "value")
         self._events: list[ProgressEvent] = []
+        self._begun_s: dict[str, float] = {}
         self._version: tuple[int, int] = (-1, -1)
 
     def panel(self) -> Any:
@@ -51,6 +52,7 @@ class Loading:
         follower = self._page.follower
         told = _last_attempt(follower.progress(RUNGS)) if follower is not None else []
         self._events = [event for event in told if event.unit == "B"]
+        self._begun_s = _begun(told)
         load = snapshot.latest("load")
         put(self._top, html.page(self._summary(snapshot)))
         points = _points(told)
@@ -85,7 +87,7 @@ class Loading:
         share = event.done / event.total if event.total else 0.0
         amount = f"{words.in_bytes(event.done)} of {words.in_bytes(event.total or 0)}"
         said = " · ".join(part for part in (f"{event.rung}: {event.phase}", amount, event.detail) if part)
-        at_s = event.time_s - self._events[0].time_s
+        at_s = event.time_s - self._begun_s[event.rung]
         put(
             self._step,
             html.page(f"<p>after {html.said(html.amount(at_s, 's'))} · {html.said(said)}</p>{html.track(share)}"),
@@ -106,6 +108,11 @@ def _last_attempt(events: list[ProgressEvent]) -> list[ProgressEvent]:
     return [event for found in kept.values() for event in found]
 
 
+def _begun(events: list[ProgressEvent]) -> dict[str, float]:
+    """When each rung began, s since 1970."""
+    return {event.rung: event.time_s for event in reversed(events)}
+
+
 def _without_roles(name: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Rows by rank without the bytes of each role, which stand by role below and by rank in Memory."""
     roles = {f"{row.get('role')}_bytes" for row in tables.get("memory", ())} if name == "ranks" else set()
@@ -115,10 +122,10 @@ def _without_roles(name: str, tables: Mapping[str, Sequence[Mapping[str, Any]]])
 def _points(events: list[ProgressEvent]) -> list[tuple[str, float, float]]:
     """(phase, seconds since its rung began, bytes); a phase begins with nothing, when the one before it ended."""
     points: list[tuple[str, float, float]] = []
-    first_s: dict[str, float] = {}
+    begun_s = _begun(events)
     before_s: dict[str, float] = {}
     for event in events:
-        at_s = event.time_s - first_s.setdefault(event.rung, event.time_s)
+        at_s = event.time_s - begun_s[event.rung]
         name = f"{event.rung}: {event.phase}"
         if event.unit == "B" and all(known != name for known, _, _ in points[-1:]):
             points.append((name, before_s.get(event.rung, at_s), 0.0))

@@ -7,7 +7,7 @@ from typing import Any
 
 from firstlight.dashboards import html
 from firstlight.dashboards.store import Snapshot, progress_rows, requests_once
-from firstlight.dashboards.views.view import Page, column, mesh_of, pane, put
+from firstlight.dashboards.views.view import Page, column, command, mesh_of, pane, put
 from firstlight.engine.findings import Finding
 from firstlight.engine.serving.api import Health
 from firstlight.workbench.ladder import highlights
@@ -30,7 +30,7 @@ class Overview:
     def draw(self, snapshot: Snapshot) -> None:
         put(self._head, _head(snapshot))
         put(self._wrong, _wrong(snapshot))
-        put(self._ladder, html.page(html.card("Ladder", _ladder(snapshot) + _running(snapshot))))
+        put(self._ladder, html.page(html.card("Ladder", _ladder(snapshot) + _running(snapshot) + _first(snapshot))))
         put(self._engine, _engine(snapshot))
         put(self._rest, _rest(snapshot))
 
@@ -99,6 +99,12 @@ def _is_running(snapshot: Snapshot, verb: str) -> bool:
     return bool(events) and time.time() - max(event.time_s for event in events) < RECENT_S
 
 
+def _first(snapshot: Snapshot) -> str:
+    """How to begin, where nothing was run."""
+    is_new = not snapshot.record.rungs and not progress_rows(snapshot)
+    return html.commands(command(snapshot, "up")) if is_new else ""
+
+
 def _running(snapshot: Snapshot) -> str:
     """Bars of what has not ended: amount, rate, time to go."""
     done = {rung.verb for rung in snapshot.record.rungs}
@@ -107,11 +113,7 @@ def _running(snapshot: Snapshot) -> str:
         if event.rung in done or time.time() - event.time_s > RECENT_S:
             continue
         share = event.done / event.total if event.total else 0.0
-        amount = (
-            f"{words.quantity(event.done, event.unit)} of {words.quantity(event.total, event.unit)}"
-            if event.total
-            else ""
-        )
+        amount = words.of_total(event.done, event.total, event.unit) if event.total else ""
         rate = words.quantity(pace.rate, f"{event.unit}/s") if pace.rate and event.unit else ""
         left = f"{words.seconds(pace.remaining_s)} to go" if pace.remaining_s else ""
         line = " · ".join(part for part in (f"{event.rung}: {event.phase}", amount, rate, left, event.detail) if part)
@@ -251,9 +253,9 @@ def _side_by_side(up: Report) -> list[dict[str, Any]]:
         rows.append(
             {
                 "figure": row["figure"],
-                "predicted": words.quantity(row["predicted"], unit),
-                "measured": words.quantity(row["measured"], unit),
-                "measured_of_predicted": words.quantity(ratio, "share") if ratio is not None else None,
+                "predicted": html.Figure(words.quantity(row["predicted"], unit)),
+                "measured": html.Figure(words.quantity(row["measured"], unit)),
+                "measured_of_predicted": html.Figure(words.quantity(ratio, "share")) if ratio is not None else None,
             }
         )
     return rows

@@ -12,6 +12,7 @@ from firstlight.engine.parallel.mesh import AXES, HEADS, Mesh
 from firstlight.workbench.render import words
 
 MOST_RANKS = 512
+FEW_RANKS = 8
 WHAT = {
     "dp": "replicas, each with its own requests",
     "pp": "pipeline stages, by layer",
@@ -69,11 +70,10 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
     axes = [axis for axis in AXES if mesh.size(axis) > 1]
     for rank in range(min(mesh.world_size, MOST_RANKS)):
         at = mesh.coordinates(rank)
-        where = ", ".join(f"{axis} {at.on(axis)}" for axis in AXES if mesh.size(axis) > 1) or "alone"
         row, beat = planned.get(rank, {}), beats.get(rank)
-        lines = [where]
+        lines = [f"{axes[-1]} {at.on(axes[-1])}" if axes else "alone"]  # the other axes head its row
         if row:
-            lines.append(f"layers {row.get('layers')}, {words.in_bytes(row.get('weight_bytes', 0))}")
+            lines.append(f"layers {row.get('layers')}, {_weights(row)}")
         if beat is not None:
             lines.append(f"{beat.machine}, process {beat.pid}: {beat.phase or beat.stage}")
         bad = failure is not None and failure.rank == rank
@@ -83,11 +83,22 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
         row_of = ", ".join(f"{axis} {at.on(axis)}" for axis in axes[:-1])
         tiles.setdefault(row_of, []).append(html.card(f"rank {rank}", body, "alarm" if bad else ""))
     more = html.nothing(f"and {mesh.world_size - MOST_RANKS:,} more") if mesh.world_size > MOST_RANKS else ""
+    kind = _grid(mesh.world_size, mesh.size(axes[-1]) if axes else 1)
     rows = (
-        (f"<h3>{html.said(name)}</h3>" if name else "") + f'<div class="grid ranks">{"".join(found)}</div>'
+        (f"<h3>{html.said(name)}</h3>" if name else "") + f'<div class="{kind}">{"".join(found)}</div>'
         for name, found in tiles.items()
     )
     return f"{''.join(rows)}{more}"
+
+
+def _grid(ranks: int, in_row: int) -> str:
+    """Class names of a grid: many ranks get small tiles, and rows of eight are not broken at five."""
+    return "grid ranks" + " many" * (ranks > FEW_RANKS) + " eights" * (in_row % 8 == 0)
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """The bytes that a rank holds; number and unit stay on one line."""
+    return words.in_bytes(row.get("weight_bytes", 0)).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _links(snapshot: Snapshot) -> str:

@@ -109,7 +109,6 @@ def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
 
     `more`: further words of the command.
     """
-    directory, checkpoint = Path(snapshot.directory), snapshot.record.checkpoint
     last = {rung.verb: rung.status for rung in snapshot.record.rungs}
     said = f"The rung {verb} was not run."
     if verb == "up":
@@ -117,13 +116,18 @@ def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
     stopped = next((one for one in LADDER if last.get(one) in ("failed", "refused")), "")
     if stopped and stopped != verb:
         said += f" The ladder stopped at {stopped}: Overview says why, and what to do next."
+    return html.card(title, html.nothing(said) + html.commands(command(snapshot, verb, *more)))
+
+
+def command(snapshot: Snapshot, verb: str, *more: str) -> str:
+    """The command that does a rung of this run, with its checkpoint and mesh; `more`: further words of it."""
+    directory, checkpoint = Path(snapshot.directory), snapshot.record.checkpoint
     mesh = mesh_of(snapshot) if verb != "scan" else None
     axes = [word for axis in AXES if mesh and mesh.size(axis) > 1 for word in (f"--{axis}", str(mesh.size(axis)))]
     place = f"{directory.parent.name}/{directory.name}"
     if mesh is not None and mesh.size(HEADS) < mesh.tp:
         axes += ["--attention", "whole"]
-    command = shlex.join(["firstlight", verb, checkpoint, *axes, "--run", place, *more])
-    return html.card(title, html.nothing(said) + html.commands(command))
+    return shlex.join(["firstlight", verb, checkpoint, *axes, "--run", place, *more])
 
 
 def card(title: str, *parts: Any) -> Any:

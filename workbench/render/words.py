@@ -10,8 +10,8 @@ from firstlight.engine.findings import printable
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SHOWN = {"B": "", "B/s": "/s"}
-ENDS = re.compile(r"([/_-]|\.(?!(?<=\d\.)\d))(?=\w)")
-"""Where long names may be broken, and numbers may not."""
+ENDS = re.compile(r"([/_-]|\.(?!(?<=[\d.]\.)\d))(?=\w)")
+"""Where long names may be broken; numbers and ranges of them (`{0..3}`) may not."""
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -53,6 +53,12 @@ def in_bytes(count: float) -> str:
     if index == 0:
         return f"{number(count)} B"
     return f"{size:.2f} {_BINARY[index]}" if size < 100 else f"{size:.1f} {_BINARY[index]}"
+
+
+def of_total(done: float, total: float, unit: str = "") -> str:
+    """How much of how much: 2 of 3 inputs, 1.50 KiB of 4.00 KiB."""
+    whole = quantity(total, unit)
+    return f"{quantity(done, unit) if is_scaled(unit) else number(done)} of {whole}"
 
 
 def seconds(value: float) -> str:
