@@ -1,7 +1,8 @@
 """One rank of tensor parallel 8: rows and columns of every matrix, beside safetensors' get_slice.
 
 Bytes read are counted: by us as delivered, of the whole process as the system says (/proc/self/io, disk reads alone),
-with what lies between shares of rows and was read with them.
+with what lies between shares of rows and was read with them. "Of it for memory" is for how long reading stood still
+while the system provided pages (of the last run); a start has that done while torch is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def firstlight(directory: Path) -> dict[str, Any]:
     spec, matcher = FAMILIES.describe(checkpoint.config)
     pieces = rank_pieces(spec, Mesh(tp=RANKS), RANK, "BF16", account(checkpoint, spec, matcher))
     weights = load(checkpoint, pieces)
-    return {"needed_bytes": weights.bytes_needed, "asked_bytes": weights.bytes_read, "origin": weights.origin}
+    return {
+        "needed_bytes": weights.bytes_needed,
+        "asked_bytes": weights.bytes_read,
+        "origin": weights.origin,
+        "memory_s": weights.pools[0].waited_s,
+    }
 
 
 def get_slice(directory: Path) -> dict[str, Any]:
@@ -116,6 +122,7 @@ def table(directory: Path, is_cold: bool, repeats: int) -> None:
             "loader": name,
             "ms": round(median(figures[name]) * 1e3, 1),
             "lowest to highest": spread([figure * 1e3 for figure in figures[name]]),
+            "of it for memory": round(kept[name]["memory_s"] * 1e3, 1) if "memory_s" in kept[name] else "-",
             "times get_slice": round(theirs / median(figures[name]), 2),
             "needed MB": round(kept[name]["needed_bytes"] / 1e6, 1),
             "delivered MB": round(kept[name]["asked_bytes"] / 1e6, 1),

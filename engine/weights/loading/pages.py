@@ -67,21 +67,30 @@ class Pages:
         self._next_unit = self._frontier = 0  # in order: the first that may not be begun, the first that is not done
         self._pace = _Pace(SLOW_HUGE_PAGE_S)
         self._is_taken_over = self._stop = False
+        self._wants_huge = huge_pages
+        self._untried: int | None = None  # the huge page that is to tell how long one takes, until it has
         self._ask_for_huge(huge_pages)
 
     def back(self, threads: int = 1, slow_huge_page_s: float = SLOW_HUGE_PAGE_S) -> None:
         """Starts backing the whole range, in order, with `threads` threads; returns at once.
 
-        Where huge pages take longer than `slow_huge_page_s` each, the rest is backed by small ones.
+        Where huge pages take longer than `slow_huge_page_s` each, the rest is backed by small ones. The last page is
+        tried first, by one thread: nobody needs it soon, and what others need until it is there comes in small pages.
         """
         assert not self._workers, "backing has begun already"
         self._pace = _Pace(slow_huge_page_s)
+        if self._wants_huge and self.length >= 2 * HUGE_PAGE_BYTES:
+            self._untried = self.length // HUGE_PAGE_BYTES - 1
+            self._ask_for_huge(False, self._untried * HUGE_PAGE_BYTES)
         started_s = time.perf_counter()
         # Making a thread needs the lock on the address space that backing pages holds: all are there before any begins.
         ready = threading.Barrier(threads)
 
         def work() -> None:
-            ready.wait()
+            if ready.wait() == 0:
+                self._try_huge()
+            with self._changed:  # those that wait for pages have them in small ones meanwhile; these do not
+                self._changed.wait_for(lambda: self._untried is None or self._is_taken_over, SLOW_HUGE_PAGE_S)
             while (units := self._next()) is not None:
                 self._back_units(units)
             with self._changed:
@@ -157,6 +166,22 @@ class Pages:
             assert self._is_done(0, self._frontier), "a page counts as backed that is not"
             assert NOT_BEGUN not in self._units[: self._next_unit], "a page was passed over"
 
+    def _try_huge(self) -> None:
+        with self._changed:
+            if self._untried is None or self._stop:
+                return
+            units = self._claim(self._untried * UNITS, (self._untried + 1) * UNITS)
+        if len(units) == UNITS:
+            self._back_units(units)
+        with self._changed:
+            last, self._untried = self._untried, None
+            assert last is not None, "somebody else tried it"
+            if self._pace.turns_slow():
+                self._give_up_huge()
+            elif not self._pace.is_slow:
+                self._ask_for_huge(True, last * HUGE_PAGE_BYTES)
+            self._changed.notify_all()
+
     def _complete(self, first: int, last: int) -> None:
         """Back what nobody is at, wait for what others are."""
         while units := self._begin(first, last):
@@ -185,7 +210,7 @@ class Pages:
             at = -1 if self._stop else self._units.find(NOT_BEGUN, first, last)
             if at < 0:
                 return range(0)
-            if self._pace.is_slow:
+            if self._pace.is_slow or self._untried is not None:
                 return self._claim(at, last)
             start = at // UNITS * UNITS
             return self._claim(self._units.find(NOT_BEGUN, start), start + UNITS)
@@ -204,9 +229,11 @@ class Pages:
                 self._give_up_huge()
         offset = units.start * UNIT_BYTES
         nbytes = min(len(units) * UNIT_BYTES, self.length - offset)
+        is_huge = nbytes == HUGE_PAGE_BYTES and self._untried in (None, units.start // UNITS)
         before_s = time.thread_time()
         self._back(offset, nbytes)
-        self._pace.took(time.thread_time() - before_s, nbytes)
+        if is_huge:
+            self._pace.took(time.thread_time() - before_s)
         with self._changed:
             self._units[units.start : units.stop] = bytes([DONE]) * len(units)
             while self._frontier < len(self._units) and self._units[self._frontier] == DONE:
@@ -233,9 +260,11 @@ class Pages:
         for page in range(self.start + offset, self.start + offset + nbytes, mmap.PAGESIZE):
             view[page] = view[page]
 
-    def _ask_for_huge(self, wanted: bool) -> None:
+    def _ask_for_huge(self, wanted: bool, nbytes: int | None = None) -> None:
+        """For the first `nbytes` (all of them: None)."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.area.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE, self.start, self.length)
+            advice = mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE
+            self.area.madvise(advice, self.start, self.length if nbytes is None else nbytes)
 
 
 def join(pages: ref[Pages]) -> None:
@@ -302,8 +331,8 @@ class _Pace:
         self.slow_page_s = 0.0
         self._took_s: list[float] = []
 
-    def took(self, seconds: float, nbytes: int) -> None:
-        if not self.is_slow and nbytes == HUGE_PAGE_BYTES:
+    def took(self, seconds: float) -> None:
+        if not self.is_slow:
             self._took_s = [*self._took_s[1 - LAST_PAGES :], seconds]
 
     def turns_slow(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -95,9 +96,36 @@ def test_two_slow_pages_tell_or_one_that_is_hopeless(pages_s: list[float], turns
     pace = module._Pace(slow_s=1.0)
     for seconds in pages_s:
         assert not pace.turns_slow()
-        pace.took(seconds, HUGE_PAGE_BYTES)
+        pace.took(seconds)
     assert pace.turns_slow() == pace.is_slow == turns
     assert not pace.turns_slow(), "it is told once"
+
+
+def test_one_page_tells_whether_huge_ones_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one; whoever cannot wait until it does has small ones, and no other huge one is asked for meanwhile."""
+    pages, whole, gate = Pages(SIZE, "test"), Pages._back, threading.Event()
+    last, asked = SIZE - HUGE_PAGE_BYTES, list[tuple[int, int]]()
+
+    def back(offset: int, nbytes: int) -> None:
+        asked.append((offset, nbytes))
+        if offset == last:
+            gate.wait(PATIENCE_S)
+        whole(pages, offset, nbytes)
+
+    monkeypatch.setattr(pages, "_back", back)
+    pages.back(1, slow_huge_page_s=math.inf)
+    until(lambda: asked == [(last, HUGE_PAGE_BYTES)])
+    pages.take_over()
+    pages.provide(5, 4096)
+    pages.provide(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + UNIT_BYTES)
+    assert asked[1:] == [(0, UNIT_BYTES), (HUGE_PAGE_BYTES, UNIT_BYTES)]
+    gate.set()
+    until(lambda: pages._untried is None)
+    pages.provide(4 * HUGE_PAGE_BYTES + 5, 4 * HUGE_PAGE_BYTES + 6)
+    assert asked[3:] == [(4 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)]
+    pages.wait()
+    pages.check()
+    assert backed(pages) >= SIZE * 0.98
 
 
 def test_an_area_starts_on_a_huge_page_and_sizes_are_those_of_tensors() -> None:
@@ -115,12 +143,13 @@ def test_reserving_and_reading_load_no_torch() -> None:
 
 
 def slow_backing(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
-    """Nothing is backed before the event; then the offsets are noted."""
+    """Nothing but the page that is tried is backed before the event; the offsets are noted."""
     gate, backed_at = threading.Event(), []
     whole = pages._back
 
     def back(offset: int, nbytes: int) -> None:
-        gate.wait(PATIENCE_S)
+        if pages._untried is None:
+            gate.wait(PATIENCE_S)
         backed_at.append(offset)
         whole(offset, nbytes)
 
@@ -133,6 +162,7 @@ def test_who_takes_over_has_backed_what_it_needs_and_the_others_end(monkeypatch:
     pages = Pages(SIZE, "test")
     gate, backed_at = slow_backing(pages, monkeypatch)
     pages.back(1, slow_huge_page_s=PATIENCE_S)
+    until(lambda: pages._untried is None)
     pages.take_over()
     gate.set()
     needed = SIZE - HUGE_PAGE_BYTES - 5
@@ -154,6 +184,7 @@ def test_many_that_need_the_same_page_wait_for_the_one_that_is_at_it(monkeypatch
     pages = Pages(SIZE, "test")
     gate, backed_at = slow_backing(pages, monkeypatch)
     pages.back(1, slow_huge_page_s=PATIENCE_S)
+    until(lambda: pages._untried is None)
     pages.take_over()
     writers = [threading.Thread(target=pages.provide, args=(SIZE // 2 + n, SIZE // 2 + n + 1)) for n in range(5)]
     for writer in writers:
@@ -173,9 +204,10 @@ def test_small_pages_are_backed_where_each_writer_needs_them(monkeypatch: pytest
     pages, whole = Pages(SIZE, "test"), Pages._back
     begun, _ = slow_backing(pages, monkeypatch)
     pages.back(1, slow_huge_page_s=0.0)
+    until(lambda: pages._untried is None)
     pages.take_over()
     begun.set()
-    pages.provide(0, 4 * HUGE_PAGE_BYTES)  # after two, all count as slow
+    pages.provide(0, 4 * HUGE_PAGE_BYTES)
     gate, is_at, backed_at = threading.Event(), threading.Event(), list[tuple[int, int]]()
 
     def back(offset: int, nbytes: int) -> None:
@@ -186,7 +218,7 @@ def test_small_pages_are_backed_where_each_writer_needs_them(monkeypatch: pytest
         whole(pages, offset, nbytes)
 
     monkeypatch.setattr(pages, "_back", back)
-    last, half = SIZE - HUGE_PAGE_BYTES, HUGE_PAGE_BYTES // 2
+    last, half = SIZE - 2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES // 2  # behind it lies the page that was tried
     writer = threading.Thread(target=pages.provide, args=(last, last + half))
     writer.start()
     assert is_at.wait(PATIENCE_S)
