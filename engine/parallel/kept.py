@@ -157,9 +157,9 @@ def settled(
     for rank, (nbytes, room_bytes, is_budget) in enumerate(everyone((nbytes_of(keep), *room))):
         if nbytes > room_bytes:
             limit = "the budget for weights (--weights-budget) is" if is_budget else "there is room for"
-            whose = f"rank {rank}'s weights would take" if len(masks) > 1 else "the weights of a rank would take"
-            why = "whatever an operator can multiply by stays packed: with linear layers unpacked"
-            return Keep(ROLES, f"{why} {whose} {nbytes:,} bytes, and {limit} {room_bytes:,}")
+            whose = f"rank {rank}'s" if len(masks) > 1 else "a rank's"
+            why = f"whatever an operator can multiply by stays packed: with linear layers unpacked {whose} weights"
+            return Keep(ROLES, f"{why} would take at least {nbytes:,} bytes, and {limit} {room_bytes:,}")
     return keep
 
 

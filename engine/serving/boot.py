@@ -33,7 +33,7 @@ from firstlight.engine.settings import Settings, read_settings
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
-from firstlight.engine.weights.loading.hold import hold
+from firstlight.engine.weights.loading.hold import hold, least_budget
 from firstlight.kernels.registry import Choice, NotSupportedError, choose
 
 CACHE_SHARE = 0.9  # of the device memory that is free once the weights are there
@@ -106,7 +106,7 @@ def bring_up(
     ledger.refuse_if_incomplete()
     ops = operators_of(options, spec, at.device, at.dtype(spec), at.context(spec), at.settings)
     pulse.enter("load")
-    keep = _kept(at, spec, ledger, ops)
+    keep = _kept(at, checkpoint, spec, ledger, ops)
     weights = _loaded(at, checkpoint, spec, ledger, keep)
     pulse.enter("build")
     choices = Choices(ops, at.settings.cache_dir)
@@ -162,19 +162,25 @@ def _cache(at: _Place, model: Model) -> tuple[KVCache, Limits]:
     return KVCache(specs, limits.num_pages, limits.page_size, limits.max_batch, heads, dtype, device), limits
 
 
-def _kept(at: _Place, spec: ModelSpec, ledger: Ledger, ops: Choice) -> Keep:
-    """What stays packed where it can, on all ranks alike."""
+def _kept(at: _Place, checkpoint: Checkpoint, spec: ModelSpec, ledger: Ledger, ops: Choice) -> Keep:
+    """What stays packed where it can, on all ranks alike: what has room for all weights here and, by the budget, for
+    what must be there at a time. So weights that come and go are kept as resident ones are, wherever they can be.
+    """
     options, device, dtype = at.options, at.device, at.dtype(spec)
     faster = ops.packs_faster() if device.type == "cpu" else frozenset()
-    least = min(room_here(at.local_ranks), options.weights_budget or 1 << 62)
-    room = Room(least, is_budget=least == options.weights_budget)
-    if options.residency != "resident":  # there is room for what is there at a time
-        room = Room(1 << 62)
+    settle = partial(settled, options.packed, device.type, faster, everyone=partial(_of_all, at.comms))
 
-    def nbytes_of(keep: Keep) -> int:
-        return rank_pieces(spec, options.mesh, at.rank, dtype, ledger, keep.roles, keep.kinds).nbytes
+    def pieces_of(keep: Keep) -> RankPieces:
+        return rank_pieces(spec, options.mesh, at.rank, dtype, ledger, keep.roles, keep.kinds)
 
-    return settled(options.packed, device.type, faster, nbytes_of, room, partial(_of_all, at.comms))
+    def least_of(keep: Keep) -> int:
+        return least_budget(checkpoint, pieces_of(keep), device, options.residency)
+
+    keep = settle(nbytes_of=lambda keep: pieces_of(keep).nbytes, room=Room(room_here(at.local_ranks)))
+    is_plain = all(source.packed is None for source in ledger.sources.values())
+    if options.weights_budget is None or keep.is_all or is_plain:
+        return keep
+    return settle(nbytes_of=least_of, room=Room(options.weights_budget, is_budget=True))
 
 
 def _how_kept(pieces: RankPieces, keep: Keep) -> Iterator[Finding]:

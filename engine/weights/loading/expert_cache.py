@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from firstlight.engine.parallel.pieces import Piece, RankPieces, Storage
-from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.parallel.pieces import Piece, Storage
 from firstlight.engine.weights.loader import Filling
-from firstlight.engine.weights.loading.arriving import by_expert, sites_of
-from firstlight.engine.weights.loading.pages import aligned
+from firstlight.engine.weights.loading import room
 from firstlight.engine.weights.loading.placing import STORED_DTYPES
-from firstlight.engine.weights.loading.residency import STAGING_BYTES, Largest, ResidencyReport, alone
-from firstlight.engine.weights.loading.slots import staging_bytes, too_small, zero_padding
+from firstlight.engine.weights.loading.residency import ResidencyReport
+from firstlight.engine.weights.loading.room import Coming, Experts, Signature, in_one, leaf_of, of_one
+from firstlight.engine.weights.loading.slots import zero_padding
 from firstlight.engine.weights.loading.untouched import Untouched
 from firstlight.engine.weights.memory import Pool
 
@@ -29,7 +28,6 @@ MOST_ROWS = 4096  # of one product: what a long prefill takes beside the weights
 # Places [M] in [T, k] counted through, the slot of each [M, 1], tensors of slots [C, ...] by name, the expert in each
 # slot [C] -> what each place contributes to its token [M, H], float32.
 Call = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor], Tensor]
-Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 class ExpertCache:
@@ -38,39 +36,17 @@ class ExpertCache:
     Layers whose experts have equal shapes share slots; between others slots are divided by size.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        pieces: RankPieces,
-        device: torch.device,
-        budget_bytes: int | None,
-        other_bytes: int,
-        threads: int | None = None,
-        other_staging_bytes: int = 0,
-        largest: Largest = alone,
-    ) -> None:
-        """`other_bytes` of the budget are taken, by what takes `other_staging_bytes` until it is read.
-
-        Raises `Refused` where not one expert of each kind has room, on this rank or on another that `largest` knows of.
-        """
-        self._checkpoint, self._device, self._threads = checkpoint, device, threads
-        self._budget_bytes, self._whole_bytes = budget_bytes, pieces.nbytes
-        self._other_bytes = other_bytes
-        self._untouched = Untouched(checkpoint, pieces.pieces)
-        self._sites = sites_of(pieces.storages)
-        self._pieces = by_expert(pieces.pieces, self._sites)
+    def __init__(self, coming: Coming) -> None:
+        """Raises `Refused` where not one expert of each kind has room, on this rank or on another."""
+        self._coming, self._owned = coming, Experts(coming)
+        self._untouched = Untouched(coming.checkpoint, coming.pieces.pieces)
         self._lock = threading.Lock()
-        staging = 0 if budget_bytes is None else max(other_staging_bytes, *map(self._staging, self._sites))
-        self._staging_bytes = staging
-        groups: dict[Signature, list[str]] = {}
-        for site, storages in self._sites.items():
-            groups.setdefault(_signature(site, storages), []).append(site)
         self._banks: dict[str, _Bank] = {}
-        counts = _counts(groups, self._sites, budget_bytes, other_bytes + staging, largest)
-        sizes = [_expert_bytes(self._sites[sites[0]]) * counts[key] for key, sites in groups.items()]
-        self._pool = Pool.reserve(sum(sizes), "experts", device, wait=False)
-        for key, sites in groups.items():
-            bank = _Bank(self._pool, key, counts[key])
+        counts = self._owned.slots()
+        nbytes = sum(self._owned.nbytes(kind) * count for kind, count in counts.items())
+        self._pool = Pool.reserve(nbytes, "experts", coming.device, wait=False)
+        for kind, sites in self._owned.kinds.items():
+            bank = _Bank(self._pool, kind, counts[kind])
             self._banks.update(dict.fromkeys(sites, bank))
         self._hits = self._misses = self._fetched_bytes = 0
         self._waited_s = 0.0
@@ -84,7 +60,7 @@ class ExpertCache:
 
     def experts(self, site: str) -> int:
         """How many experts of a site belong to this rank, in memory or not."""
-        return self._sites[site][0].shape[0]
+        return self._owned.count(site)
 
     def routed(self, site: str, ids_Tk: Tensor, first: int, call: Call) -> Tensor:
         """The sum [T, H], float32, of what the experts that tokens chose contribute, in as many goes as there must be.
@@ -118,8 +94,8 @@ class ExpertCache:
         """Slots with these experts of a site, by local number; all of them stay until the next call."""
         bank = self._banks[site]
         assert len(experts) <= bank.size, "more experts than there is room for"
-        if self._device.type == "cuda":  # what was computed from those that leave must be done
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._coming.device.type == "cuda":  # what was computed from those that leave must be done
+            torch.cuda.current_stream(self._coming.device).synchronize()
         started_s = time.perf_counter()
         with self._lock:
             absent = bank.touch(site, experts)
@@ -133,9 +109,9 @@ class ExpertCache:
         banks = {id(bank): bank for bank in self._banks.values()}.values()
         return ResidencyReport(
             kind="experts",
-            budget_bytes=self._budget_bytes,
-            held_bytes=self._other_bytes + self._pool.reserved_bytes + self._staging_bytes,
-            whole_bytes=self._whole_bytes,
+            budget_bytes=self._coming.budget_bytes,
+            held_bytes=self._coming.other_bytes + self._pool.reserved_bytes + self._owned.staging_bytes,
+            whole_bytes=self._coming.pieces.nbytes,
             units=sum(bank.size for bank in banks),
             pinned=0,
             ahead=0,
@@ -155,32 +131,26 @@ class ExpertCache:
         """Ends background work; only the backing of memory may continue."""
         self._pool.stop()
 
-    def _staging(self, site: str) -> int:
-        """For four experts at once: two that are worked on and two that are being read."""
-        pieces = next((pieces for (of, _), pieces in self._pieces.items() if of == site), [])
-        described = [_one(storage, storage.name) for storage in self._sites[site]]
-        own = [_at(piece, piece.storage) for piece in pieces]
-        of_one = staging_bytes(self._checkpoint, described, own, self._device, STAGING_BYTES)
-        return min(STAGING_BYTES, 4 * of_one)
-
     def _fetch(self, site: str, bank: _Bank, absent: Sequence[int]) -> None:
         """Reads experts into slots; a slot whose read failed is empty."""
         storages: dict[str, Tensor] = {}
         pieces: list[Piece] = []
         described: list[Storage] = []
+        whole = self._owned.sites[site]
         for expert in absent:
             slot = bank.take(site, expert)
-            for storage in self._sites[site]:
+            for storage in whole:
                 name = f"{storage.name}.{expert}"
-                storages[name] = bank.tensors[_leaf(site, storage)][slot]
-                described.append(_one(storage, name))
-            own = [_at(piece, f"{piece.storage}.{expert}") for piece in self._pieces[site, expert]]
-            zero_padding(own, described[-len(self._sites[site]) :], storages)
+                storages[name] = bank.tensors[leaf_of(site, storage)][slot]
+                described.append(of_one(storage, name))
+            own = [in_one(piece, f"{piece.storage}.{expert}") for piece in self._owned.pieces[site, expert]]
+            zero_padding(own, described[-len(whole) :], storages)
             pieces += own
-        filling = Filling(self._checkpoint, described, pieces, storages, self._device, self._pool)
+        coming = self._coming
+        filling = Filling(coming.checkpoint, described, pieces, storages, coming.device, self._pool)
+        ahead_bytes = (self._owned.staging_bytes or room.STAGING_BYTES) // 2
         try:
-            ahead_bytes = (self._staging_bytes or STAGING_BYTES) // 2
-            for _, nbytes in filling.carry_out(self._threads, ahead_bytes=ahead_bytes):
+            for _, nbytes in filling.carry_out(coming.threads, ahead_bytes=ahead_bytes):
                 self._fetched_bytes += nbytes
             self._untouched.check(pieces)
         except BaseException:
@@ -229,39 +199,6 @@ class _Bank:
         assert len(taken) == len(set(taken)) == self.size, "a slot is held twice or lost"
 
 
-def _leaf(site: str, storage: Storage) -> str:
-    return storage.name.removeprefix(site)
-
-
-def _signature(site: str, storages: Sequence[Storage]) -> Signature:
-    return tuple((_leaf(site, storage), storage.shape[1:], storage.dtype) for storage in storages)
-
-
-def _expert_bytes(storages: Sequence[Storage]) -> int:
-    """Bytes of one expert, with the pool's alignment."""
-    return sum(aligned(storage.nbytes // storage.shape[0]) for storage in storages)
-
-
-def _counts(
-    groups: dict[Signature, list[str]],
-    sites: dict[str, list[Storage]],
-    budget_bytes: int | None,
-    other_bytes: int,
-    largest: Largest,
-) -> dict[Signature, int]:
-    """How many experts of each kind fit: all, or in proportion to their share of all bytes."""
-    all_of = {key: sum(sites[site][0].shape[0] for site in own) for key, own in groups.items()}
-    if budget_bytes is None:
-        return all_of
-    bytes_of = {key: _expert_bytes(sites[own[0]]) for key, own in groups.items()}
-    whole = sum(all_of[key] * bytes_of[key] for key in groups)
-    least = largest(other_bytes + max(-(-whole // all_of[key]) for key in groups))
-    if budget_bytes < least:
-        raise too_small(budget_bytes, least, "one expert of each kind, and what is always there")
-    left = budget_bytes - other_bytes
-    return {key: min(all_of[key], left * all_of[key] // whole) for key in groups}
-
-
 def _goes(places: dict[int, list[int]], size: int) -> Iterator[list[int]]:
     """Experts in order, `size` of them at once and no more rows than one product takes; one empty go for none."""
     group: list[int] = []
@@ -273,13 +210,3 @@ def _goes(places: dict[int, list[int]], size: int) -> Iterator[list[int]]:
         group.append(expert)
         rows += len(places[expert])
     yield group
-
-
-def _one(storage: Storage, name: str) -> Storage:
-    return Storage(name=name, shape=storage.shape[1:], dtype=storage.dtype, role=storage.role, layer=storage.layer)
-
-
-def _at(piece: Piece, storage: str) -> Piece:
-    """The same piece in a storage of its expert alone."""
-    fields = {name: getattr(piece, name) for name in piece.__struct_fields__}
-    return Piece(**{**fields, "storage": storage, "expert": None})

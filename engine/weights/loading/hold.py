@@ -14,12 +14,13 @@ from firstlight.engine.parallel.kept import Residency
 from firstlight.engine.parallel.pieces import RankPieces, Storage
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.loader import Weights, load
-from firstlight.engine.weights.loading import residency
+from firstlight.engine.weights.loading import room
 from firstlight.engine.weights.loading.arriving import is_expert
 from firstlight.engine.weights.loading.expert_cache import ExpertCache
 from firstlight.engine.weights.loading.overlap import Overlap
 from firstlight.engine.weights.loading.pages import aligned
-from firstlight.engine.weights.loading.residency import Largest, LayerStream, alone, nobody
+from firstlight.engine.weights.loading.residency import LayerStream
+from firstlight.engine.weights.loading.room import Coming, Experts, Largest, Layers, alone, nobody
 from firstlight.engine.weights.loading.slots import staging_bytes, too_small, without
 from firstlight.engine.weights.loading.untouched import Untouched
 
@@ -47,44 +48,79 @@ def hold(
         if budget_bytes is not None and budget_bytes < (least := largest(pieces.nbytes)):
             raise too_small(budget_bytes, least, "all weights at once (--residency streamed needs less)")
         return _loaded(checkpoint, pieces, device, threads, **options)
-    start, stop = pieces.layers
-    late = None
-    if kind == "streamed":
-        always = without(pieces, lambda storage: start <= storage.layer < stop)
-        if budget_bytes is None:
-            always, late = without(always, _sees), without(always, lambda storage: not _sees(storage))
-    else:
-        always = without(pieces, is_expert)
-        if not largest(len(pieces.storages) - len(always.storages)):
-            raise _no_experts()
-    other_bytes = sum(aligned(storage.nbytes) for storage in always.storages)
-    staging_limit, staging = residency.STAGING_BYTES, 0
-    if budget_bytes is not None:  # both are filled one after the other, through the same staging memory
-        options["ahead_bytes"] = staging_limit // 2
-        staging = staging_bytes(checkpoint, always.storages, always.pieces, device, staging_limit)
-    coming = (checkpoint, pieces, device, budget_bytes, other_bytes, threads, staging, largest)
+    always, late = _divided(pieces, kind, budget_bytes)
+    if kind == "experts" and not largest(len(pieces.storages) - len(always.storages)):
+        raise _no_experts()
+    if budget_bytes is not None:  # what is always there is filled first, through the staging memory of what comes later
+        options["ahead_bytes"] = room.STAGING_BYTES // 2
+    coming = _coming(checkpoint, pieces, always, device, budget_bytes)
+    coming = replace(coming, threads=threads, largest=largest, told=told)
     stream = experts = None
     if kind == "streamed":
-        stream = LayerStream(*coming, late, told)
+        stream = LayerStream(coming, late.storages, late.pieces)
     elif len(always.storages) < len(pieces.storages):
-        experts = ExpertCache(*coming)
-    elif budget_bytes is not None and budget_bytes < (least := largest(other_bytes + staging)):
-        raise too_small(budget_bytes, least, "what is always there, on a rank without experts")
+        experts = ExpertCache(coming)
+    else:
+        coming.refuse_less_than(_least_of(coming, kind), "what is always there, on a rank without experts")
     try:
-        overlap = Overlap(device)
-        if stream is not None and budget_bytes is None:
-            stream.begin()
-        weights = _loaded(checkpoint, always, device, threads, **options)
-        if stream is not None and budget_bytes is None:
-            stream.settle(overlap, weights.bytes_read)
-        elif stream is not None:
-            stream.begin()
+        weights = _beside(stream, coming, always, options)
     except BaseException:
         for one in (stream, experts):
             if one is not None:
                 one.close()
         raise
     return replace(weights, pieces=pieces, stream=stream, experts=experts)
+
+
+def least_budget(checkpoint: Checkpoint, pieces: RankPieces, device: torch.device, kind: Residency) -> int:
+    """The smallest budget, in bytes, with which `hold` takes these weights, as far as this rank is concerned."""
+    if kind == "resident":
+        return pieces.nbytes
+    always, _ = _divided(pieces, kind, 0)
+    return _least_of(_coming(checkpoint, pieces, always, device, 0), kind)
+
+
+def _divided(pieces: RankPieces, kind: Residency, budget_bytes: int | None) -> tuple[RankPieces, RankPieces]:
+    """Of a rank's weights those that are always there, and those that come behind the layers."""
+    none = without(pieces, lambda _: True)
+    if kind == "experts":
+        return without(pieces, is_expert), none
+    start, stop = pieces.layers
+    always = without(pieces, lambda storage: start <= storage.layer < stop)
+    if budget_bytes is not None:
+        return always, none
+    return without(always, _sees), without(always, lambda storage: not _sees(storage))
+
+
+def _coming(
+    checkpoint: Checkpoint, pieces: RankPieces, always: RankPieces, device: torch.device, budget_bytes: int | None
+) -> Coming:
+    other_bytes = sum(aligned(storage.nbytes) for storage in always.storages)
+    staging = 0
+    if budget_bytes is not None:
+        staging = staging_bytes(checkpoint, always.storages, always.pieces, device, room.STAGING_BYTES)
+    return Coming(checkpoint, pieces, device, budget_bytes, other_bytes, staging)
+
+
+def _least_of(coming: Coming, kind: Residency) -> int:
+    if kind == "streamed":
+        return Layers(coming).least_bytes
+    if any(map(is_expert, coming.pieces.storages)):
+        return Experts(coming).least_bytes
+    return coming.other_bytes + coming.other_staging_bytes
+
+
+def _beside(stream: LayerStream | None, coming: Coming, always: RankPieces, options: dict[str, Any]) -> Weights:
+    """What is always there; layers come meanwhile if there is room for all, and behind it if there is a budget."""
+    overlap, has_room = Overlap(coming.device), coming.budget_bytes is None
+    if stream is not None and has_room:
+        stream.begin()
+    weights = _loaded(coming.checkpoint, always, coming.device, coming.threads, **options)
+    if stream is not None and has_room:
+        stream.settle(overlap, weights.bytes_read)
+    elif stream is not None:
+        stream.begin()
+    return weights
 
 
 def _loaded(checkpoint: Checkpoint, pieces: RankPieces, device: torch.device, *how: Any, **options: Any) -> Weights:

@@ -7,38 +7,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from firstlight.engine.parallel.pieces import RankPieces
-from firstlight.engine.weights.checkpoint import Checkpoint
+from firstlight.engine.parallel.pieces import Piece, Storage
 from firstlight.engine.weights.loader import AHEAD_BYTES, Filling
+from firstlight.engine.weights.loading import room
 from firstlight.engine.weights.loading.arriving import Arriving, by_expert, sites_of
 from firstlight.engine.weights.loading.overlap import ENOUGH_BYTES, ENOUGH_S, Overlap
 from firstlight.engine.weights.loading.pages import aligned
-from firstlight.engine.weights.loading.slots import staging_bytes, too_small, views, zero_padding
+from firstlight.engine.weights.loading.room import Coming, Layers
+from firstlight.engine.weights.loading.slots import views, zero_padding
 from firstlight.engine.weights.loading.untouched import Untouched
 from firstlight.engine.weights.memory import Pool
 
 Built = TypeVar("Built")
-Largest = Callable[[int], int]  # a number of this rank -> the largest of all ranks, which all of them ask for at once
 
 AHEAD = 1  # layers that are read ahead at first
 MOST_AHEAD = 4
-STAGING_BYTES = 32 << 20  # of pieces that are converted or cut, while one batch is worked on and the next is read
-
-
-def alone(number: int) -> int:
-    """The largest of one rank's numbers: its own."""
-    return number
-
-
-def nobody(nbytes: int) -> None:
-    """Is told of bytes that were placed."""
 
 
 class ResidencyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,61 +64,39 @@ class LayerStream:
     order; what is read ahead is what the forward pass wants next, round and round.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        pieces: RankPieces,
-        device: torch.device,
-        budget_bytes: int | None,
-        other_bytes: int,
-        threads: int | None = None,
-        other_staging_bytes: int = 0,
-        largest: Largest = alone,
-        late: RankPieces | None = None,
-        told: Callable[[int], None] = nobody,
-    ) -> None:
-        """`other_bytes` of the budget are taken already, by what takes `other_staging_bytes` until it is read.
+    def __init__(self, coming: Coming, late: Sequence[Storage] = (), late_pieces: Sequence[Piece] = ()) -> None:
+        """`late` come behind the layers, where there is room for all (`behind`), from `late_pieces`.
 
-        `late` come behind the layers, where there is room for all (`behind`); `told` hears of every lot of bytes that
-        was placed. Raises `Refused` where not even two layers have room, on this rank or on another that `largest`
-        knows of.
+        Raises `Refused` where not even two layers have room, on this rank or on another.
         """
-        self._checkpoint, self._device, self._threads = checkpoint, device, threads
-        self._start, self._stop = pieces.layers
-        self._storages = _by_layer(pieces.storages)
-        self._pieces = _by_layer(pieces.pieces, {storage.name: storage.layer for storage in pieces.storages})
-        self._budget_bytes, self._other_bytes, self._whole_bytes = budget_bytes, other_bytes, pieces.nbytes
-        staging = 0 if budget_bytes is None else max(other_staging_bytes, *map(self._staging, self._range))
-        self._staging_bytes = staging
-        sizes = [sum(aligned(one.nbytes) for one in self._storages[layer]) for layer in self._range]
-        slot_bytes = max(sizes)
-        count = _slots(len(sizes), slot_bytes, budget_bytes, other_bytes + self._staging_bytes, largest)
-        self._late = late.storages if late is not None else ()
-        self._late_pieces = late.pieces if late is not None else ()
-        late_bytes = sum(aligned(storage.nbytes) for storage in self._late)
-        self._pool = Pool.reserve(count * slot_bytes + late_bytes, "layers", device, wait=False)
-        self._slots = [self._pool.take((slot_bytes,), torch.uint8) for _ in range(count)]
-        self._late_slot = self._pool.take((late_bytes,), torch.uint8)
-        self._is_late_there = not self._late
+        self._coming, self._layers = coming, Layers(coming)
+        self._late, self._late_pieces, self._is_late_there = late, late_pieces, not late
+        count = self._layers.slots()
+        self._reserve(count)
         self._free = list(range(count))
-        self._ahead = 0 if count == len(sizes) else min(AHEAD, count - 1)
+        self._ahead = 0 if count == len(self._range) else min(AHEAD, count - 1)
         self._pinned = set(_spread(self._range, count if not self._ahead else count - 1 - self._ahead))
         self._where: dict[int, int] = {}  # layer -> slot, of what is there
         self._fetch_counts: dict[int, int] = {}
         self._fetching: int | None = None
-        self._turn, self._using = self._start, -1
+        self._turn, self._using = self._range.start, -1
         self._changed = threading.Condition()
         self._cancel = threading.Event()
         self._failure: BaseException | None = None
-        self._hits = self._misses = self._fetched_bytes = 0
-        self._waited_s = self._fetch_s = 0.0
+        self._counts = _Counts()
         self._pass_waited = 0
-        self._told, self._taken_bytes = told, 0
-        self._untouched = Untouched(checkpoint, pieces.pieces)
+        self._untouched = Untouched(coming.checkpoint, coming.pieces.pieces)
         self.start = ""  # whether layers ran while others were read, and why
         self._is_awaited = self._is_over = False  # by `settle`: all of it is to come first; nothing is left to read
-        self.arriving = self._experts() if budget_bytes is None else None
+        self.arriving = self._experts() if coming.budget_bytes is None else None
         self._thread = threading.Thread(target=self._fetch_all, name="layers", daemon=True)
+
+    def _reserve(self, count: int) -> None:
+        """Memory for so many layers, and for what comes behind them."""
+        slot_bytes, late_bytes = self._layers.slot_bytes, sum(aligned(storage.nbytes) for storage in self._late)
+        self._pool = Pool.reserve(count * slot_bytes + late_bytes, "layers", self._coming.device, wait=False)
+        self._slots = [self._pool.take((slot_bytes,), torch.uint8) for _ in range(count)]
+        self._late_slot = self._pool.take((late_bytes,), torch.uint8)
 
     def begin(self) -> None:
         """Fetch from here on, in the background; called once."""
@@ -140,9 +109,10 @@ class LayerStream:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_over or self._taken_bytes + other_bytes >= ENOUGH_BYTES, overlap.left_s(ENOUGH_S)
+                lambda: self._is_over or self._counts.taken_bytes + other_bytes >= ENOUGH_BYTES,
+                overlap.left_s(ENOUGH_S),
             )
-            runs, self.start = overlap.judge(self._taken_bytes + other_bytes)
+            runs, self.start = overlap.judge(self._counts.taken_bytes + other_bytes)
             self._is_awaited = not runs
             if self.arriving is not None:
                 self.arriving.stop()
@@ -157,8 +127,8 @@ class LayerStream:
 
     def turn_to(self, layer: int) -> tuple[int, dict[str, Tensor]]:
         """How often a layer was fetched so far, and its storages, which stay as they are until the next call."""
-        if self._device.type == "cuda":  # what was computed from the layer before must be done before it may go
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._coming.device.type == "cuda":  # what was computed from the layer before must be done before it may go
+            torch.cuda.current_stream(self._coming.device).synchronize()
         with self._changed:
             if layer <= self._turn:
                 if self._using >= 0:
@@ -167,13 +137,13 @@ class LayerStream:
                     self.arriving.begins_pass()
             self._turn = self._using = layer
             there = layer in self._where
-            self._hits, self._misses = self._hits + there, self._misses + (not there)
+            self._counts.asked(there)
             self._pass_waited += not there
             self._changed.notify_all()
             if not there:
                 started_s = time.perf_counter()
                 self._changed.wait_for(lambda: layer in self._where or self._failure is not None)
-                self._waited_s += time.perf_counter() - started_s
+                self._counts.waited_s += time.perf_counter() - started_s
             if self._failure is not None:
                 raise self._failure
             slot = self._where[layer]
@@ -200,27 +170,28 @@ class LayerStream:
         return layer in self._where
 
     def report(self) -> ResidencyReport:
+        counts, arriving = self._counts, self.arriving
         with self._changed:
             return ResidencyReport(
                 kind="streamed",
-                budget_bytes=self._budget_bytes,
-                held_bytes=self._other_bytes + self._pool.reserved_bytes + self._staging_bytes,
-                whole_bytes=self._whole_bytes,
+                budget_bytes=self._coming.budget_bytes,
+                held_bytes=self._coming.other_bytes + self._pool.reserved_bytes + self._layers.staging_bytes,
+                whole_bytes=self.whole_bytes,
                 units=len(self._slots),
                 pinned=len(self._pinned),
                 ahead=self._ahead,
-                hits=self._hits,
-                misses=self._misses,
-                waited_s=self._waited_s + (self.arriving.waited_s if self.arriving else 0.0),
-                fetched_bytes=self._fetched_bytes + (self.arriving.fetched_bytes if self.arriving else 0),
-                fetch_s=self._fetch_s,
+                hits=counts.hits,
+                misses=counts.misses,
+                waited_s=counts.waited_s + (arriving.waited_s if arriving else 0.0),
+                fetched_bytes=counts.fetched_bytes + (arriving.fetched_bytes if arriving else 0),
+                fetch_s=counts.fetch_s,
                 start=self.start,
             )
 
     @property
     def whole_bytes(self) -> int:
         """What all weights of this rank take in memory."""
-        return self._whole_bytes
+        return self._coming.pieces.nbytes
 
     def there_bytes(self) -> int:
         """What of it is in its place now."""
@@ -229,10 +200,10 @@ class LayerStream:
             absent = sum(
                 storage.nbytes
                 for layer in self._range
-                for storage in self._storages[layer]
+                for storage in self._layers.storages[layer]
                 if layer not in self._where and (self.arriving is None or not self.arriving.has_storage(storage))
             )
-            return self._whole_bytes - late - absent - (self.arriving.absent_bytes() if self.arriving else 0)
+            return self.whole_bytes - late - absent - (self.arriving.absent_bytes() if self.arriving else 0)
 
     def check(self) -> None:
         """Assert what always holds between calls."""
@@ -255,7 +226,7 @@ class LayerStream:
 
     @property
     def _range(self) -> range:
-        return range(self._start, self._stop)
+        return self._layers.range
 
     def _fetch_all(self) -> None:
         """The background thread: all layers in order, or whatever is wanted next, as long as there is a slot for it."""
@@ -276,20 +247,15 @@ class LayerStream:
         storages: dict[str, Tensor] = {}
         for layer, slot in places.items():
             own = self._views(layer, slot)
-            zero_padding(self._pieces.get(layer, ()), self._storages[layer], own)
+            zero_padding(self._layers.pieces.get(layer, ()), self._layers.storages[layer], own)
             storages |= own
-        described = [one for layer in self._range for one in self._storages[layer]]
-        pieces = [
-            piece
-            for layer in self._range
-            for piece in self._pieces.get(layer, ())
-            if self.arriving is None or not self.arriving.holds(piece)
-        ]
-        filling = Filling(self._checkpoint, described, pieces, storages, self._device, self._pool)
+        described = [one for layer in self._range for one in self._layers.storages[layer]]
+        pieces = [piece for piece in self._all_pieces() if self.arriving is None or not self.arriving.holds(piece)]
+        filling = self._filling(described, pieces, storages)
         started_s, read_bytes, coming = time.perf_counter(), 0, iter(self._range)
         layer = next(coming)
-        ahead_bytes = AHEAD_BYTES if self._budget_bytes is None else STAGING_BYTES // 2
-        for of, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes, by_layer=True):
+        ahead_bytes = AHEAD_BYTES if self._coming.budget_bytes is None else room.STAGING_BYTES // 2
+        for of, nbytes in filling.carry_out(self._coming.threads, self._cancel, ahead_bytes, by_layer=True):
             while layer != of:
                 self._arrived(layer, places[layer], read_bytes, time.perf_counter() - started_s)
                 started_s, read_bytes, layer = time.perf_counter(), 0, next(coming)
@@ -306,19 +272,19 @@ class LayerStream:
     def _fetch_late(self) -> None:
         storages = views(self._late_slot, self._late)
         zero_padding(self._late_pieces, self._late, storages)
-        filling = Filling(self._checkpoint, self._late, self._late_pieces, storages, self._device, self._pool)
-        for _, nbytes in filling.carry_out(self._threads, self._cancel):
+        filling = self._filling(self._late, self._late_pieces, storages)
+        for _, nbytes in filling.carry_out(self._coming.threads, self._cancel):
             self._placed(nbytes)
-            self._fetched_bytes += nbytes
+            self._counts.fetched_bytes += nbytes
         with self._changed:
             self._is_late_there = True
             self._changed.notify_all()
 
     def _placed(self, nbytes: int) -> None:
         with self._changed:
-            self._taken_bytes += nbytes
+            self._counts.taken_bytes += nbytes
             self._changed.notify_all()
-        self._told(nbytes)
+        self._coming.told(nbytes)
 
     def _arrived(self, layer: int, slot: int, read_bytes: int, took_s: float) -> None:
         with self._changed:
@@ -326,8 +292,8 @@ class LayerStream:
             if slot in self._free:
                 self._free.remove(slot)
             self._fetch_counts[layer] = self._fetch_counts.get(layer, 0) + 1
-            self._fetched_bytes += read_bytes
-            self._fetch_s += took_s
+            self._counts.fetched_bytes += read_bytes
+            self._counts.fetch_s += took_s
             self._changed.notify_all()
 
     def _fetch_as_wanted(self) -> None:
@@ -363,34 +329,36 @@ class LayerStream:
         return (layer - self._turn) % len(self._range)
 
     def _fetch(self, layer: int, slot: int) -> int:
-        storages, pieces = self._views(layer, slot), self._pieces[layer]
-        zero_padding(pieces, self._storages[layer], storages)
-        filling = Filling(self._checkpoint, self._storages[layer], pieces, storages, self._device, self._pool)
-        ahead = STAGING_BYTES // 2
+        storages, pieces = self._views(layer, slot), self._layers.pieces[layer]
+        zero_padding(pieces, self._layers.storages[layer], storages)
+        filling = self._filling(self._layers.storages[layer], pieces, storages)
         read_bytes = 0
-        for _, nbytes in filling.carry_out(self._threads, self._cancel, ahead_bytes=ahead):
+        for _, nbytes in filling.carry_out(self._coming.threads, self._cancel, room.STAGING_BYTES // 2):
             read_bytes += nbytes
-            self._told(nbytes)
+            self._coming.told(nbytes)
         self._untouched.check(pieces)
         return read_bytes
 
     def _experts(self) -> Arriving | None:
         """The experts of all layers, where tokens may choose which of them come first."""
-        storages = [one for layer in self._range for one in self._storages[layer]]
-        pieces = [piece for layer in self._range for piece in self._pieces.get(layer, ())]
-        if not (sites := sites_of(storages)) or any(piece.role == "order" for piece in pieces):
+        coming, pieces = self._coming, self._all_pieces()
+        sites = sites_of(one for layer in self._range for one in self._layers.storages[layer])
+        if not sites or any(piece.role == "order" for piece in pieces):
             return None  # an order of inputs is looked at when an operator is made, which is before any token
         places: dict[str, Tensor] = {}
         for layer, slot in zip(self._range, range(len(self._slots)), strict=True):
             places |= self._views(layer, slot)
         own = by_expert(pieces, sites)
-        return Arriving(self._checkpoint, sites, own, places, self._device, self._pool, self._threads, self._placed)
+        return Arriving(coming.checkpoint, sites, own, places, coming.device, self._pool, coming.threads, self._placed)
 
-    def _staging(self, layer: int) -> int:
-        return staging_bytes(self._checkpoint, self._storages[layer], self._pieces[layer], self._device, STAGING_BYTES)
+    def _all_pieces(self) -> list[Piece]:
+        return [piece for layer in self._range for piece in self._layers.pieces.get(layer, ())]
+
+    def _filling(self, described: Sequence[Storage], pieces: Sequence[Piece], into: Mapping[str, Tensor]) -> Filling:
+        return Filling(self._coming.checkpoint, described, pieces, into, self._coming.device, self._pool)
 
     def _views(self, layer: int, slot: int) -> dict[str, Tensor]:
-        return views(self._slots[slot], self._storages[layer])
+        return views(self._slots[slot], self._layers.storages[layer])
 
     def _end_of_pass(self) -> None:
         """Read further ahead where some layers were waited for and some were not; one layer less stays then."""
@@ -399,6 +367,22 @@ class LayerStream:
             self._pinned.discard(max(self._pinned))
             self._ahead += 1
         self._pass_waited = 0
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a stream has done so far; `taken_bytes` are those that were placed, of whatever layer."""
+
+    hits: int = 0
+    misses: int = 0
+    waited_s: float = 0.0
+    taken_bytes: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+
+    def asked(self, there: bool) -> None:
+        """A layer was asked for that was there, or was not."""
+        self.hits, self.misses = self.hits + there, self.misses + (not there)
 
 
 class Turning(Generic[Built]):
@@ -429,22 +413,6 @@ class Turning(Generic[Built]):
             del self._built[layer]
 
 
-def _slots(layers: int, slot_bytes: int, budget_bytes: int | None, other_bytes: int, largest: Largest) -> int:
-    if budget_bytes is None:
-        return layers
-    least = largest(other_bytes + min(2, layers) * slot_bytes)
-    if budget_bytes < least:
-        raise too_small(budget_bytes, least, "two layers at once, and what is always there")
-    return min(layers, (budget_bytes - other_bytes) // max(1, slot_bytes))
-
-
 def _spread(layers: range, count: int) -> Sequence[int]:
     """`count` layers at even distances."""
     return [layers[index * len(layers) // count] for index in range(count)]
-
-
-def _by_layer(items: Iterable[Any], layer_of: Mapping[str, int] | None = None) -> dict[int, list[Any]]:
-    found: dict[int, list[Any]] = {}
-    for item in items:
-        found.setdefault(item.layer if layer_of is None else layer_of[item.storage], []).append(item)
-    return found

@@ -233,24 +233,37 @@ def test_all_ranks_keep_the_same_however_their_hosts_differ() -> None:
     rooms[2] = Room(59)
     (agreed,) = found()
     assert agreed.is_all
-    assert "rank 2's weights would take 60 bytes, and there is room for 59" in agreed.why
+    assert "rank 2's weights would take at least 60 bytes, and there is room for 59" in agreed.why
 
 
-def test_a_budget_that_only_packed_weights_keep_to_is_kept_to(checkpoint: Get, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["resident", "streamed"])
+def test_a_budget_that_only_packed_weights_keep_to_is_kept_to(kind: str, checkpoint: Get, tmp_path: Path) -> None:
+    """Of layers that come and go what must be there at a time counts; with room for that all is as if resident."""
     quantize(checkpoint("llama"), INT4, tmp_path / "packed", tmp_path / "plain")
-    sizes = {wish: load(tmp_path / "packed", packed=wish, limit=False) for wish in ("always", "never")}  # type: ignore[arg-type]
-    least, most = (found.metrics["largest_rank_bytes"].value for found in sizes.values())
-    options = {"max_context": 32, "threads": 1, "weights_budget": (least + most) // 2}
-    engine = Engine.start(str(tmp_path / "packed"), **options)
-    try:
-        assert engine.worker.rank.weights.pieces.packings
-        (said,) = [one.message for one in engine.worker.rank.findings if one.code == "unpacked-weights"]
-        assert "0 do not: whatever an operator can multiply by stays packed" in said
-        assert "the budget for weights (--weights-budget) is" in said
-    finally:
-        engine.close()
+
+    def started(budget_bytes: int | None, wish: Wish = "auto", kind: str = kind) -> tuple[set[str], str]:
+        """What an engine keeps packed, and what it says of that."""
+        options = {"max_context": 32, "threads": 1, "residency": kind, "weights_budget": budget_bytes, "packed": wish}
+        engine = Engine.start(str(tmp_path / "packed"), **options)
+        try:
+            (said,) = [one.message for one in engine.worker.rank.findings if one.code == "unpacked-weights"]
+            return set(engine.worker.rank.weights.pieces.packings), said
+        finally:
+            engine.close()
+
+    def least(wish: Wish) -> int:
+        with pytest.raises(Refused, match="too small") as caught:
+            started(1, wish)
+        return int(str(caught.value.findings[0].expected).split()[2].replace(",", ""))
+
+    low, high = least("always"), least("never")
+    kept, said = started((low + high) // 2)
+    assert kept
+    assert "0 do not: whatever an operator can multiply by stays packed" in said
+    assert "the budget for weights (--weights-budget) is" in said
     with pytest.raises(Refused, match="too small"):
-        Engine.start(str(tmp_path / "packed"), packed="never", **options)
+        started((low + high) // 2, "never")
+    assert started(high) == started(None, kind="resident")
 
 
 def test_what_is_not_kept_by_choice_or_beside_another_is_said(checkpoint: Get, tmp_path: Path) -> None:
