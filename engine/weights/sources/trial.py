@@ -11,7 +11,9 @@ PHASES: tuple[tuple[Literal["buffered", "direct"], int, bool], ...] = (
     ("buffered", 24 << 20, True),
     ("direct", 16 << 20, False),
     ("direct", 32 << 20, True),
-)  # bytes read in either way before one is chosen, and whether they count
+)  # of a round: bytes read in either way, and whether they count
+ROUNDS = (1, 4, 8)  # of how many times as many bytes that count
+CLOSE = 2  # times as fast as the other: what a round of few bytes cannot tell from chance
 CLEARLY_FASTER = 1.1  # what past the cache must be to be worth that the next start finds nothing in it
 TURN_BYTES = 2 << 20  # copied in each way before one is chosen
 BYTES_A_S, REQUESTS_A_S = 1e9, 5e4  # what a disk is taken for, and for how long, before it is measured
@@ -22,15 +24,15 @@ class Trial:
     """Which way of reading what the page cache lacks is faster here, measured on the load itself.
 
     The first cold bytes go through the cache, then as many past it, each by all readers together; then the faster way
-    is kept to. What each costs at first (memory, a descriptor for each file, pages that were asked for ahead by the
+    is kept to, or, where both are about as fast, a longer round tells. What each costs at first (memory, a descriptor for each file, pages that were asked for ahead by the
     other way) is not counted. Loads with little to read go through the cache, which then serves the next one. Bytes are
     those asked for, with what lies between shares of rows and is read with them.
     """
 
     def __init__(self) -> None:
         self.verdict = ""
-        self._phase = 0
-        self._rates: list[float] = []
+        self._round = self._phase = 0
+        self._rates: list[float] = []  # of this round
         self._lock = threading.Lock()
         self._chosen: Literal["buffered", "direct"] | None = None
         self._bytes = 0
@@ -50,7 +52,7 @@ class Trial:
             if method != wanted or started_s < self._began_s:
                 return
             self._bytes += nbytes
-            if self._bytes < phase_bytes:
+            if self._bytes < phase_bytes * (ROUNDS[self._round] if counts else 1):
                 return
             if counts:
                 self._rates.append(self._bytes / (ended_s - self._began_s))
@@ -62,6 +64,9 @@ class Trial:
 
     def _choose(self) -> None:
         buffered, direct = self._rates
+        if self._round + 1 < len(ROUNDS) and 1 / CLOSE < direct / buffered < CLOSE:
+            self._round, self._phase, self._rates = self._round + 1, 0, []
+            return
         words = "past" if direct > CLEARLY_FASTER * buffered else "through"
         rates = f"buffered {buffered / 1e9:.2f}, O_DIRECT {direct / 1e9:.2f} GB/s on this load"
         self.verdict = f"cold files are read {words} the page cache: {rates}"
