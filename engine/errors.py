@@ -34,13 +34,15 @@ class Occupied(Refused):
 class RankFailure(FirstlightError):
     """A rank died, stopped answering or raised; names the rank and the phase it was in.
 
-    `rank` is None if no single rank is at fault: the supervisor ended, or a deadline for all ranks passed.
+    `rank` is None if no single rank is at fault: the supervisor ended, or a deadline for all ranks passed. `log`: the
+    file that says more, where there is one on this machine.
     """
 
-    def __init__(self, rank: int | None, phase: str, reason: str) -> None:
+    def __init__(self, rank: int | None, phase: str, reason: str, log: str | None = None) -> None:
         self.rank = rank
         self.phase = phase
         self.reason = reason
+        self.log = log
         who = "the engine" if rank is None else f"rank {rank}"
         super().__init__(f"{who} failed in phase '{phase}': {reason}")
 

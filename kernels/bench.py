@@ -248,10 +248,10 @@ def _print_speeds(measured: Sequence[Speed], failed: set[tuple[str, str]], bandw
         f"{'operator':18}{'implementation':16}{'case':40}{'us':>10}{'spread':>8}{'GB/s':>9}{'TFLOP/s':>9}{'of bw':>7}"
     )
     for one in sorted(measured, key=lambda one: (one.operator, one.case, one.microseconds)):
-        fraction = "" if one.bandwidth_fraction is None else f"{one.bandwidth_fraction:.0%}"
+        fraction = "" if one.bandwidth_fraction is None else f"{100 * one.bandwidth_fraction:.0f} %"
         print(
-            f"{one.operator:18}{one.implementation:16}{one.case[:39]:40}{one.microseconds:10.1f}{one.spread:8.0%}"
-            f"{one.gb_per_s:9.1f}{one.tflop_per_s:9.3f}{fraction:>7}"
+            f"{one.operator:18}{one.implementation:16}{one.case[:39]:40}{one.microseconds:10.1f}"
+            f"{100 * one.spread:6.0f} %{one.gb_per_s:9.1f}{one.tflop_per_s:9.3f}{fraction:>7}"
         )
     for operator, name in sorted(failed):
         print(f"{operator:18}{name:16}no speed: its cases fail")

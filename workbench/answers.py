@@ -48,7 +48,7 @@ def problem(text: str, tokens: Sequence[int], mean_logprob: float | None) -> str
         return f"a loop: the last {found[0]} tokens {found[1]} times"
     share = unreadable_share(text)
     if share > UNREADABLE_SHARE:
-        return f"gibberish: {share:.0%} of the characters are not text"
+        return f"gibberish: {100 * share:.0f} % of the characters are not text"
     if mean_logprob is not None and mean_logprob < LEAST_MEAN_LOGPROB:
         return f"gibberish: the model itself gives its words {mean_logprob:.2f} nats a token"
     return None

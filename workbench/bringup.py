@@ -365,12 +365,19 @@ class Bringup:
         except Occupied as error:  # this run's engine goes on, and what its start reported holds
             return report_of(verb, self.run.record.model, error)
         except FirstlightError as error:
-            report = report_of(verb, self.run.record.model, error)
+            report = report_of(verb, self.run.record.model, self._told(error))
         if forced:
             report = msgspec.structs.replace(report, forced=True)
         report = self.run.with_losses(report)
         self.run.add(report)
         return report
+
+    def _told(self, error: FirstlightError) -> FirstlightError:
+        """An engine that does not answer, by the rank that was lost where its host knows one."""
+        from firstlight.engine.serving.stream import EngineFailed
+        from firstlight.workbench.start import told_by
+
+        return told_by(self.host, error) if isinstance(error, EngineFailed) and self.host is not None else error
 
     def _keep_options(self) -> None:
         """What the engine of this run is started with, for `attach`."""

@@ -55,7 +55,9 @@ def export(run: Run, out: str | Path | None = None) -> Report:
     write_yaml(run.directory / "card.yaml", card(run, last))
     write_yaml(run.directory / "adaptation.yaml", adaptation(run, last))
     run.write_page()
-    files = list(_files(run.directory))
+    earlier = {str(report.metrics["archive"].value) for report in reports if "archive" in report.metrics}
+    kept_out = {Path(name).resolve() for name in earlier} | {target.resolve()}
+    files = [file for file in _files(run.directory) if file.resolve() not in kept_out]
     _pack(run.directory, files, target)
     data = target.read_bytes()
     names = {file.relative_to(run.directory).as_posix() for file in files}

@@ -164,7 +164,7 @@ def pace_words(pace: Pace) -> tuple[str, ...]:
         return (words.quantity(last.done, last.unit) if last.done else "", speed)
     share = min(1.0, last.done / last.total)
     filled = round(share * BAR_WIDTH)
-    bar = f"{'━' * filled}{'─' * (BAR_WIDTH - filled)} {share:4.0%}"
+    bar = f"{'━' * filled}{'─' * (BAR_WIDTH - filled)} {100 * share:3.0f} %"
     to_go = "done" if share == 1 else f"{words.seconds(remaining_s)} to go" if remaining_s is not None else ""
     return (bar, f"{to_go:<12}", speed, f"of {words.quantity(last.total, last.unit)}")
 

@@ -78,7 +78,7 @@ def _ranks(draft: Draft, case: Case, ranks: Ranking, mask: NDArray[np.bool_]) ->
         value=len(ranks.strangers),
         limit=0,
         unit="tokens",
-        detail=f"{ranks.overlap:.2%} of the reference's {TOP_N} likeliest are among ours{strange}",
+        detail=f"{100 * ranks.overlap:.2f} % of the reference's {TOP_N} likeliest are among ours{strange}",
     )
 
 

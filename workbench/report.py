@@ -19,6 +19,7 @@ Status = Literal["passed", "failed", "refused"]
 CheckStatus = Literal["passed", "failed", "skipped"]
 Value = bool | int | float | str | None
 EXIT_STATUS: dict[str, int] = {"passed": 0, "failed": 1, "refused": 2}
+METRIC_DETAILS = "metric_details"  # the table, in files, of what is said of metrics
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +77,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return self.metrics[metric].value
 
     def to_json(self, indent: int = 2) -> bytes:
-        """JSON without NaN or Infinity literals: those become null, and a check's or metric's `detail` says which."""
+        """JSON without NaN or Infinity literals: those become null, and what is said beside the number tells which.
+
+        A metric is a value and a unit; what is said of it stands in the table `metric_details`.
+        """
         plain = finite(self)
+        said = [
+            {"metric": name, "detail": metric.pop("detail")}
+            for name, metric in plain["metrics"].items()
+            if "detail" in metric
+        ]
+        plain["tables"] |= {METRIC_DETAILS: said} if said else {}
         if not self.forced:
             del plain["forced"]  # said only where there is something to say
         for finding in plain["findings"]:
@@ -93,7 +103,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, path: str | os.PathLike[str]) -> Report:
         """A report from its file. Raises `Refused` when it is none."""
         try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)._with_details()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:  # a number without a unit
             raise Refused(
                 fatal(
@@ -104,6 +114,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                     next="name another file",
                 )
             ) from error
+
+    def _with_details(self) -> Report:
+        """What was said of metrics, back in its place."""
+        tables, metrics = dict(self.tables), dict(self.metrics)
+        for row in tables.pop(METRIC_DETAILS, ()):
+            name, detail = row.get("metric"), row.get("detail")
+            if name in metrics and isinstance(detail, str):
+                metrics[name] = msgspec.structs.replace(metrics[name], detail=detail)
+        return msgspec.structs.replace(self, tables=tables, metrics=metrics)
 
     def _repr_html_(self) -> str:
         from firstlight.workbench.render.html import report_html
@@ -212,13 +231,15 @@ def failure(verb: str, title: str, error: RankFailure) -> Report:
     """The report of a rung that lost a rank, or the engine without one rank being at fault."""
     draft = Draft(verb, title)
     is_rank = error.rank is not None
+    log = error.log or ("the log of that rank" if is_rank else "host.log in its directory")
     draft.find(
         fatal(
             "rank-lost" if is_rank else "engine-failed",
             str(error),
+            file=error.log,
             expected="every rank alive to the end" if is_rank else "an engine that is watched to the end",
             found=f"rank {error.rank}, phase {error.phase}" if is_rank else f"phase {error.phase}",
-            next=f"look at {'the log of that rank' if is_rank else 'host.log in its directory'}; start again",
+            next=f"look at {log}; start again",
         )
     )
     lost = f"rank {error.rank} lost" if is_rank else "the engine was lost"

@@ -110,7 +110,7 @@ class Run:
     @classmethod
     def at(cls, directory: str | os.PathLike[str], model: str = "", checkpoint: str = "") -> Run:
         """The run in `directory`, made there if the directory is absent or empty."""
-        path = Path(directory)
+        path = _with_a_name(directory)
         if (path / "run.json").is_file():
             return cls.attach(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -129,7 +129,7 @@ class Run:
     @classmethod
     def attach(cls, directory: str | os.PathLike[str]) -> Run:
         """An existing run. Raises `Refused` when there is none."""
-        path = Path(directory)
+        path = _with_a_name(directory)
         if (what := what_is(path)) != "a directory":
             raise Refused(
                 fatal(
@@ -310,3 +310,9 @@ class Run:
     def _save(self) -> None:
         data = msgspec.json.format(msgspec.json.encode(self.record), indent=2) + b"\n"
         write_atomically(self.directory / "run.json", data)
+
+
+def _with_a_name(directory: str | os.PathLike[str]) -> Path:
+    """A path whose last part is the directory's own name, which archives and titles are called by: not `.` or `..`."""
+    path = Path(directory)
+    return path.resolve() if path.name in ("", "..") and path.exists() else path

@@ -13,6 +13,7 @@ from firstlight.engine.errors import RankFailure, Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.parallel.cluster import launched
 from firstlight.engine.serving.api import EngineLike, Health, RankMemory
+from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.host import Host
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.stream import EngineFailed
@@ -103,7 +104,12 @@ def told_by(host: AnyHost, error: EngineFailed) -> EngineFailed | RankFailure:
     failure = host.health().failure
     if failure is None or failure.findings:
         return error
-    return RankFailure(failure.rank, failure.phase, failure.reason)
+    return lost(host, failure)
+
+
+def lost(host: AnyHost, failure: Failure) -> RankFailure:
+    """The failure that a host knows of, with the log that says more."""
+    return RankFailure(failure.rank, failure.phase, failure.reason, host.log_file(failure.rank))
 
 
 def _watcher(progress: Progress) -> Any:

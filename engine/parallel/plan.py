@@ -255,7 +255,7 @@ def _binding(mesh: Mesh, worst: RankBytes, usable_bytes: int) -> tuple[str, str]
     """The binding constraint: its name, and a sentence with the figures."""
     kind = "weights" if worst.weight_bytes >= worst.cache + worst.state else "cache"
     verb = "needs" if worst.total > usable_bytes else "takes"
-    share = f", {worst.total / usable_bytes:.0%}" if usable_bytes else ""
+    share = f", {100 * worst.total / usable_bytes:.0f} %" if usable_bytes else ""
     return (
         f"{kind}-memory",
         f"rank {worst.rank} {verb} {worst.total / 2**30:.2f} GiB ({worst.weight_bytes / 2**30:.2f} weights, "

@@ -131,9 +131,9 @@ def reason(one: Candidate, best: Candidate, objective: Objective) -> str:
         assert one.tokens_per_s
         assert best.tokens_per_s
         less = 1 - one.tokens_per_s / best.tokens_per_s
-        return f"{less:.0%} fewer tokens/s: {parts}" if less >= 0.005 else f"as many tokens/s: {parts}"
+        return f"{100 * less:.0f} % fewer tokens/s: {parts}" if less >= 0.005 else f"as many tokens/s: {parts}"
     more = one.ms_per_token / best.ms_per_token - 1
-    return f"{more:.0%} longer a token: {parts}" if more >= 0.005 else f"as fast: {parts}"
+    return f"{100 * more:.0f} % longer a token: {parts}" if more >= 0.005 else f"as fast: {parts}"
 
 
 def shown(ranking: Sequence[Candidate], most: int = 12) -> tuple[Candidate, ...]:

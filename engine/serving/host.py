@@ -32,7 +32,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.health import Failure
 from firstlight.engine.serving.options import EngineOptions, HostOptions
 from firstlight.engine.serving.stream import EngineFailed
-from firstlight.engine.serving.supervisor import HANDLE, UNWRITTEN, Handle, Order, is_worthless
+from firstlight.engine.serving.supervisor import HANDLE, HOST_LOG, UNWRITTEN, Handle, Order, is_worthless
 from firstlight.engine.serving.waiting import until
 from firstlight.engine.settings import child_environment, read_settings
 
@@ -190,7 +190,7 @@ class Host:
             if health.status in ("failed", "stopped"):
                 self._raise(health)
             if until_s is not None and time.monotonic() > until_s:
-                raise RankFailure(None, health.stage, f"not ready after {timeout_s:g} s")
+                raise RankFailure(None, health.stage, f"not ready after {timeout_s:g} s", self.log_file(None))
             time.sleep(POLL_S if progress is None else 5 * POLL_S)
 
     def is_alive(self) -> bool:
@@ -242,8 +242,13 @@ class Host:
 
     def log(self, rank: int) -> str:
         """What a rank wrote to its standard output and error."""
-        path = self.run_dir / f"rank{rank}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        path = self.log_file(rank)
+        return "" if path is None else Path(path).read_text(errors="replace")
+
+    def log_file(self, rank: int | None) -> str | None:
+        """Where a rank, or with None the supervisor, wrote that; None where it wrote nothing, or it is gone."""
+        path = self.run_dir / (HOST_LOG if rank is None else f"rank{rank}.log")
+        return str(path) if path.exists() else None
 
     def _await_end(self, grace_s: float) -> None:
         until(lambda: not self.is_alive(), grace_s)
@@ -279,10 +284,10 @@ class Host:
     def _raise(self, health: Health) -> None:
         failure = health.failure
         if failure is None:
-            raise RankFailure(None, health.stage, f"the host is {health.status}")
+            raise RankFailure(None, health.stage, f"the host is {health.status}", self.log_file(None))
         if failure.findings:
             raise Refused(failure.findings)
-        raise RankFailure(failure.rank, failure.phase, failure.reason)
+        raise RankFailure(failure.rank, failure.phase, failure.reason, self.log_file(failure.rank))
 
 
 def read_handle(run_dir: Path) -> Handle:
@@ -411,7 +416,7 @@ def _spawn(
         owner_fd=owner_fd,
         is_temporary=is_temporary,
     )
-    with (directory / "host.log").open("ab") as log:
+    with (directory / HOST_LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "firstlight.engine.serving.supervisor"],
             stdin=subprocess.PIPE,
@@ -440,7 +445,8 @@ def _let_go(kept_fd: int, was: os.stat_result) -> None:
 def _await_handle(directory: Path, process: subprocess.Popen[bytes]) -> None:
     while not (directory / HANDLE).exists():
         if process.poll() is not None:
-            raise RankFailure(None, "spawn", f"the host did not start{_last_words(directory, process)}")
+            log = str(directory / HOST_LOG)
+            raise RankFailure(None, "spawn", f"the host did not start{_last_words(directory, process)}", log)
         time.sleep(POLL_S)
 
 
@@ -450,7 +456,7 @@ def _last_words(directory: Path, process: subprocess.Popen[bytes] | None) -> str
         why = "could not be written: is its disk full?" if directory.exists() else "was removed"
         return f": its run directory {directory} {why}"
     try:
-        text = (directory / "host.log").read_text(errors="replace").strip()
+        text = (directory / HOST_LOG).read_text(errors="replace").strip()
     except OSError:
         return ""
     return f": {text.splitlines()[-1]}" if text else ""

@@ -261,6 +261,10 @@ class LaunchedHost:
             self._client.close()
             self._client = None
 
+    def log_file(self, rank: int | None) -> str | None:
+        """Nowhere that is known: ranks write to where their launcher has them write."""
+        return None
+
     def __enter__(self) -> LaunchedHost:
         return self
 

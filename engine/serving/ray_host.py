@@ -125,3 +125,7 @@ class RayHost:
     def log(self, rank: int) -> str:
         """What a rank wrote to its standard output and error."""
         return self._ranks.said(rank)
+
+    def log_file(self, rank: int | None) -> str | None:
+        """Nowhere on this machine: Ray has it."""
+        return None

@@ -116,6 +116,7 @@ def create_app(desk: Desk) -> FastAPI:
 def _openai_routes(app: FastAPI, desk: Desk) -> None:
     created = int(time.time())
 
+    @app.api_route("/admin/health", methods=LOOKS)
     @app.api_route("/health", methods=LOOKS)
     async def health(request: Request) -> Response:
         now = desk.health()

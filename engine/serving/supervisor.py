@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 HANDLE = "host.json"
+HOST_LOG = "host.log"
 DRAFT = "host.draft"
 LOOK_PERIOD_S = 0.1
 HANDLE_LOOKS = 5  # looks at the ranks for one at the handle

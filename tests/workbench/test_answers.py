@@ -33,5 +33,5 @@ def test_problems_are_named() -> None:
     assert problem("A cat.", (1, 2, 3), None) is None
     assert problem(" \n", (1,), -0.1) == "empty"
     assert problem("x" * 20, (4,) * 20, -0.1) == "a loop: the last 1 tokens 20 times"
-    assert str(problem("\ufffd\ufffd cat", (1, 2, 3), -0.1)).startswith("gibberish: 33%")
+    assert str(problem("\ufffd\ufffd cat", (1, 2, 3), -0.1)).startswith("gibberish: 33 %")
     assert str(problem("word salad", (1, 2, 3), -6.5)).startswith("gibberish: the model itself")

@@ -17,7 +17,7 @@ def event(done: float, total: float | None, time_s: float) -> ProgressEvent:
 
 def test_pace_in_words() -> None:
     half = pace_words(Pace(event(0, 4 << 20, 0.0), event(2 << 20, 4 << 20, 2.0)))
-    assert half == ("━" * 8 + "─" * 8 + "  50%", "2.0 s to go ", "1.00 MiB/s", "of 4.00 MiB")
+    assert half == ("━" * 8 + "─" * 8 + "  50 %", "2.0 s to go ", "1.00 MiB/s", "of 4.00 MiB")
     assert pace_words(Pace(event(0, 100, 0.0), event(100, 100, 1.0)))[1].strip() == "done"
     assert pace_words(Pace(event(0, None, 0.0), event(512, None, 1.0))) == ("512 B", "512 B/s")
     assert pace_words(Pace(event(0, None, 0.0), event(0, None, 0.0))) == ("", "")
@@ -29,7 +29,7 @@ def test_the_live_view_shows_the_last_phases() -> None:
         view._phases[("load", f"phase {number}")] = Pace(event(0, 10, 0.0), event(5, 10, 1.0))
     lines = view._render().plain.splitlines()
     assert [line.split()[2] for line in lines] == ["3", "4", "5", "6", "7", "8"]
-    assert all("50%" in line and "1.0 s to go" in line for line in lines)
+    assert all("50 %" in line and "1.0 s to go" in line for line in lines)
 
 
 def test_progress_is_not_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:

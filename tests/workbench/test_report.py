@@ -80,6 +80,7 @@ def test_json_has_the_fields_of_the_contract_and_reads_back() -> None:
     assert set(plain["checks"][0]) == {"name", "status", "value", "limit", "unit", "detail"}
     assert set(plain["findings"][0]) == {"code", "severity", "message", "file", "tensors", "expected", "found", "next"}
     assert plain["metrics"]["parameters"] == {"value": 1_026_408_232_448, "unit": "parameters"}
+    assert all(set(metric) == {"value", "unit"} for metric in plain["metrics"].values())
     assert plain["duration_s"] >= 0
     assert {"versions", "cpu", "commit"} <= set(plain["environment"])
 
@@ -139,7 +140,8 @@ def test_nan_and_infinity_become_null_and_are_said() -> None:
     plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"literal {name}"))
     assert plain["checks"][0]["value"] is None
     assert plain["checks"][0]["detail"] == "layer 3; value is nan"
-    assert plain["metrics"]["kl"] == {"value": None, "unit": "nat", "detail": "value is inf"}
+    assert plain["metrics"]["kl"] == {"value": None, "unit": "nat"}
+    assert plain["tables"]["metric_details"] == [{"metric": "kl", "detail": "value is inf"}]
     assert plain["tables"]["layers"] == [{"error": None, "other": None}]
 
 
@@ -322,6 +324,11 @@ def test_errors_become_reports() -> None:
     lost = report_of("start", "m", RankFailure(1, "load", "was killed"))
     assert lost.status == "failed"
     assert "rank 1" in lost.findings[0].message
+    known = report_of("start", "m", RankFailure(1, "load", "was killed", "/runs/a/engine/rank1.log")).findings[0]
+    assert (known.file, str(known.next)) == (
+        "/runs/a/engine/rank1.log",
+        "look at /runs/a/engine/rank1.log; start again",
+    )
     watcher = Failure(rank=None, phase="watch", reason="the supervisor ended")
     for ended in (RankFailure(None, "watch", "it ended"), EngineFailed(str(watcher), watcher)):
         found = report_of("infer", "m", ended)

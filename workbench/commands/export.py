@@ -17,7 +17,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     from firstlight.workbench.export import export
 
-    exported = session.run or Run.attach(arguments.directory)
-    session.run = exported  # the report of the export is part of the run
-    session.require("export")
+    exported = Run.attach(arguments.directory)
+    if session.run is not None and session.run.directory.samefile(exported.directory):
+        exported = session.run
+    session.run = session.run or exported  # the report of the export is part of the run, unless --run names another
+    session.forced = exported.require("export", session.force)
     return export(exported, arguments.out)

@@ -69,10 +69,9 @@ def _refuse_subject(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace, session: Session) -> Report:
-    from firstlight.engine.errors import RankFailure
     from firstlight.engine.serving.options import HostOptions
     from firstlight.engine.serving.stream import EngineFailed
-    from firstlight.workbench.start import start_host, start_report, told_by
+    from firstlight.workbench.start import lost, start_host, start_report, told_by
 
     http = HostOptions(
         host=arguments.host,
@@ -99,7 +98,7 @@ def _serve(arguments: argparse.Namespace, session: Session) -> Report:
             time.sleep(LOOK_PERIOD_S)
         if (failure := health.failure) is not None:
             time.sleep(http.linger_s)  # as long as the host tells whoever asks for /health which rank it was
-            raise RankFailure(failure.rank, failure.phase, failure.reason)
+            raise lost(host, failure)
         return report
     except EngineFailed as error:
         raise told_by(host, error) from error
@@ -118,7 +117,11 @@ def _stop(run: str) -> Report:
     from firstlight.workbench.report import Draft
 
     inner = Path(run) / ENGINE_FOLDER
-    host = Host.attach(inner if inner.is_dir() else run)
+    try:
+        host = Host.attach(inner if inner.is_dir() else run)
+    except Refused as error:
+        nothing = "name the run directory of an engine that runs; this one has none to end"
+        raise Refused(msgspec.structs.replace(one, next=nothing) for one in error.findings) from error
     handle = host.handle
     model, where = name_of(handle.checkpoint), handle.url or "not listening yet"
     draft = Draft("serve", f"end of {model}, {handle.mesh.describe()}, at {where}")

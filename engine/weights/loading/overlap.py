@@ -34,8 +34,8 @@ class Overlap:
         busy = min(1.0, (time.process_time() - self._computed_s) / took_s / self._cores)
         idle = min(1.0, max(0.0, _idle_s() - self._idle_s) / took_s / (psutil.cpu_count() or 1))
         found = (
-            f"{nbytes / took_s / 1e9:.2f} GB/s, which kept its processors {busy:.0%} busy, and {idle:.0%} of the "
-            "machine's were idle"
+            f"{nbytes / took_s / 1e9:.2f} GB/s, which kept its processors {100 * busy:.0f} % busy, and "
+            f"{100 * idle:.0f} % of the machine's were idle"
         )
         if self._device.type != "cpu":
             return True, f"layers ran while those behind them were read: {found}, and {self._device} computes"
