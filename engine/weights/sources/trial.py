@@ -24,9 +24,10 @@ class Trial:
     """Which way of reading what the page cache lacks is faster here, measured on the load itself.
 
     The first cold bytes go through the cache, then as many past it, each by all readers together; then the faster way
-    is kept to, or, where both are about as fast, a longer round tells. What each costs at first (memory, a descriptor for each file, pages that were asked for ahead by the
-    other way) is not counted. Loads with little to read go through the cache, which then serves the next one. Bytes are
-    those asked for, with what lies between shares of rows and is read with them.
+    is kept to, or, where both are about as fast, a longer round tells. What each costs at first (memory, a descriptor
+    for each file, pages that were asked for ahead by the other way) is not counted. Loads with little to read go
+    through the cache, which then serves the next one. Bytes are those asked for, with what lies between shares of rows
+    and is read with them.
     """
 
     def __init__(self) -> None:
