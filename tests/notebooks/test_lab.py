@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import httpx
 import nbformat
 import pytest
 
+from tests.ports import free_port
 from tests.repo.tree import ROOT
 from tests.waiting import PATIENCE_S, alive, gone, until
 
@@ -33,9 +33,7 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._token = secrets.token_hex(16)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         homes = {f"JUPYTER_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "RUNTIME", "DATA")}
         homes["JUPYTERLAB_WORKSPACES_DIR"] = homes["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "lab")
         options = [

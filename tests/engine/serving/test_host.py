@@ -28,6 +28,7 @@ from firstlight.engine.serving.request import SamplingParams
 from firstlight.engine.serving.runtime import Engine
 from firstlight.engine.serving.stream import EngineFailed
 from tests.checkpoints import inputs
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, gone, until
 
 DEADLINE_S = 4.0  # of silence: a machine that does much else may keep a rank from speaking for a while
@@ -349,12 +350,6 @@ def launched(port: int, *paths: Path, script: str = LAUNCHED) -> list[subprocess
         )
         for rank in range(2)
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_hosts_with_different_copies_of_a_checkpoint_are_refused(checkpoint: Get, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import hmac
 import importlib.util
 import json
 import shutil
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+
+from tests.ports import free_port
 
 BUCKET = "models"
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documentation publishes
@@ -128,10 +129,7 @@ class Azure(Store):
 @contextmanager
 def serving(kind: type[Store], home: Path) -> Iterator[Store]:
     """The server for the time of a `with`, with an empty bucket."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    store = kind(port, home)
+    store = kind(free_port(), home)
     process = subprocess.Popen(store.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         started_s = time.monotonic()
