@@ -35,8 +35,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3"; exit 2; }
 	@echo "installing into $(VENV): a few minutes the first time"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(PIP) install -q --no-compile -c constraints.txt "$$(grep '^torch==' constraints.txt)" setuptools
+	$(PIP) install -q --no-compile -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@# pip would compile on one core; what no interpreter can read (templates of other projects) is left as it is.
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@# An interrupt that comes before Python runs a line of ours would end in words of Python's; where env can, it waits.
 	@if env --block-signal=INT,TERM true 2>/dev/null; then \
 		sed -i '1{/env -S/!s|^#!|#!/usr/bin/env -S --block-signal=INT,TERM |}' $(BIN)/firstlight; fi
@@ -55,10 +57,14 @@ endif
 .PHONY: test
 test: lint types pytest ## format check, lint, types of the installed package, and all tests
 
+# How many processes divide the tests, file by file, in the order of tests/conftest.py; 1 is all in one process.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+DIVIDED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: pytest
-pytest: install ## the tests alone: make pytest [ARGS="tests/repo -k layout"]
+pytest: install ## the tests alone: make pytest [ARGS="tests/repo -k layout"] [WORKERS=1]
 	@$(BIN)/python data/samples/fetch_smollm2.py >/dev/null # tests of the text model would be skipped without it
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(if $(filter-out 1,$(WORKERS)),$(DIVIDED)) $(ARGS)
 
 .PHONY: lint
 lint: install ## ruff: format and rules

@@ -80,9 +80,30 @@ def nobody_falls_back() -> Iterator[None]:
         registry.FAMILIES.fall_back(None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Where processes divide the tests among themselves, file by file: what begins first. The others come after these in the
+# order of their names, and of those the last are quick, so that none of the processes has long to wait for another.
+FIRST = (
+    "workbench/test_samples_ladder.py",
+    "engine/parallel/test_meshes.py",
+    "notebooks/",
+    "dashboards/",
+    "workbench/",
+    "engine/serving/",
+    "engine/weights/",
+    "engine/model/",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on outside programs may fail once for their sake, and say so; `gpu` is skipped without an accelerator."""
     here = Path(__file__).parent
+    if hasattr(config, "workerinput"):  # one of several processes
+
+        def rank(item: pytest.Item) -> int:
+            file = item.path.relative_to(here).as_posix()
+            return next((place for place, first in enumerate(FIRST) if file.startswith(first)), len(FIRST))
+
+        items.sort(key=rank)
     for item in items:
         if item.path.relative_to(here).as_posix().startswith(OUTSIDE):
             item.add_marker(pytest.mark.outside)
