@@ -63,6 +63,7 @@ def under(prefix: str, rules: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
 _NUMBER = "(?:0|[1-9][0-9]{0,15})"  # as `engine/weights/names/patterns.py` has it
 _DIGITS = re.compile(rf"(?<=\.){_NUMBER}(?=\.|\Z)")
 _PARTICULAR = re.compile(r"\.\d+(\.|$)|\{\*\}")
+_UNFIXED = re.compile(r"[\d{*]")  # in the last part of a rule's name: it may be spelt in several ways
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -97,9 +98,17 @@ class Matcher:
         ]
 
     @cached_property
-    def _some(self) -> re.Pattern[str]:
-        """The kinds that any rule may speak of: asked for where no rule matches, and slow to compile."""
-        return re.compile(_any_kind([name for item in self.rules for name in choices(item.tensor)]) + r"\Z")
+    def _some(self) -> tuple[frozenset[str], re.Pattern[str], re.Pattern[str]]:
+        """The kinds that any rule may speak of: asked for where no rule matches, and slow to compile.
+
+        The words that names of rules end with, the kinds of such rules, and those of rules that end otherwise.
+        """
+        names = [name for item in self.rules for name in choices(item.tensor)]
+        ends = {name: name.rpartition(".")[2] for name in names}
+        words = frozenset(end for end in ends.values() if not _UNFIXED.search(end))
+        parts = ([name for name in names if (ends[name] in words) == is_word] for is_word in (True, False))
+        spelt, others = (re.compile((_any_kind(part) if part else "(?!)") + r"\Z") for part in parts)
+        return words, spelt, others
 
     def match(self, name: str) -> Match | None:
         for pattern, item in self._particular:
@@ -143,7 +152,9 @@ class Matcher:
 
     def knows_none_of(self, kind: str) -> bool:
         """Whether no rule can speak of any name that is `kind` but for `*` in place of its numbers."""
-        return self._some.match(kind) is None
+        words, spelt, others = self._some
+        is_of_words = kind.rpartition(".")[2] in words and spelt.match(kind) is not None
+        return not is_of_words and others.match(kind) is None
 
     def _find(self, name: str) -> Template | None:
         """The rule and its parameter names with `{0}`, `{1}` ... for the numbers of the tensor name, in order."""

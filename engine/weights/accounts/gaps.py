@@ -6,6 +6,7 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 
 from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing, several
@@ -217,13 +218,20 @@ def missing_findings(
     numbers of a parameter -> the file, absent or broken, that should have held it.
     """
     yield from _lost_findings(missing, lost)
-    missing = _but(missing, lambda pattern, row: row not in lost.get(pattern, ()))
+    if lost:
+        missing = _but(missing, lambda pattern, row: row not in lost.get(pattern, ()))
     near = _Nearest(candidates, tensors) if missing else None
     absent = _absent_layers(missing, params)
-    gone, layers = _but(missing, lambda pattern, row: _layer(pattern, row, params) in absent), sorted(absent)
+    of_layers = {pattern: names for pattern, names in missing.items() if absent and params.end(pattern) is None}
+    gone = _but(of_layers, lambda _, row: row[0] in absent)
     if gone and not any(near.of(names, params) for names in gone.values() if near is not None):
-        yield _layers_finding(Listed(groups=gone.values()), layers)
-        missing = _but(missing, lambda pattern, row: _layer(pattern, row, params) not in absent)
+        yield _layers_finding(Listed(groups=gone.values()), sorted(absent))
+        left = _but(of_layers, lambda _, row: row[0] not in absent)
+        missing = {
+            pattern: left.get(pattern, names)
+            for pattern, names in missing.items()
+            if pattern not in of_layers or pattern in left
+        }
     for pattern, names in missing.items():
         total, why = params.count(pattern), ""
         way = "find the tensors under another name and add a weight rule; values are never made up"
@@ -253,10 +261,6 @@ def _but(missing: Mapping[str, Numbered], is_chosen: Callable[[str, tuple[int, .
     """The parameters that are chosen by their pattern and numbers."""
     found = {pattern: [row for row in names.rows if is_chosen(pattern, row)] for pattern, names in missing.items()}
     return {pattern: Numbered(pattern, rows) for pattern, rows in found.items() if rows}
-
-
-def _layer(pattern: str, row: tuple[int, ...], params: Parameters) -> int | None:
-    return row[0] if params.end(pattern) is None else None
 
 
 def _absent_layers(missing: Mapping[str, Numbered], params: Parameters) -> set[int]:
@@ -349,10 +353,17 @@ def unconsumed_findings(
 
 def weight_of(pattern: str) -> str:
     """The name of the weight that a tensor is, or belongs to; of patterns as of names."""
-    weight = weight_name(pattern)
+    module, dot, last = pattern.rpartition(".")
+    return module + _weight_of(dot + last)
+
+
+@lru_cache(maxsize=1024)
+def _weight_of(last: str) -> str:
+    """The same of the last part of a name, which decides it."""
+    weight = weight_name(last)
     if weight is not None:
         return weight
-    return next(owners(pattern)) if pattern.endswith(SCALES) else pattern
+    return next(owners(last)) if last.endswith(SCALES) else last
 
 
 def _unconsumed(what: str, names: Sequence[str], tensors: Mapping[str, TensorInfo], is_known: bool = False) -> Finding:

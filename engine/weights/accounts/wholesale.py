@@ -370,7 +370,7 @@ def _is_unknown(matcher: Matcher, pattern: str) -> bool:
 
 def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:
     """Whether no rule speaks of the tensors of a kind, which hold weights as they are, or codes in a known format."""
-    if matcher.match(kind.tensors[0].name) is not None or not matcher.knows_none_of(kind.pattern):
+    if not matcher.knows_none_of(kind.pattern):
         return False
     if FLOATS.issuperset(kind.dtypes):  # no codes, whatever they are called
         return True

@@ -7,13 +7,15 @@ parsers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.integer[Any]]
+T = TypeVar("T", bound=Hashable)
 STEP_BYTES = 1 << 19  # of text worked on at a time, so that arrays stay in the processor's caches
 MOST_NUMBERS = 16  # of a line
 MOST_DIGITS = 16
@@ -64,7 +66,7 @@ def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
     Numbers are what a name has between its dots, or behind the last, and the two at the end of an entry of a header:
     `a.3.w1":{"shape":[2],"data_offsets":[0,8]` is `a.*.w1":{"shape":[2],"data_offsets":[*,*]`. Zeros before a number
     stay in the form, and so do digits before its last `MOST_DIGITS` (`patterns.py` has names so as well).
-    None for text that is no UTF-8, has a backslash or a `*` in it, or very many numbers in a line.
+    None for text that is no UTF-8, has a backslash, a `*` or a zero byte in it, or very many numbers in a line.
     """
     if b"\\" in text or b"*" in text:
         return None
@@ -75,11 +77,12 @@ def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
     for part in _parts(text, between):
         collapsed, of_part = _collapse(part)
         found = collapsed.split(between)
-        fresh = [form for form in dict.fromkeys(found) if form not in known]
-        known.update(zip(fresh, range(len(known), len(known) + len(fresh)), strict=True))
+        forms, own = counted(found)
+        number = np.array([known.setdefault(form, len(known)) for form in forms], np.int32)
+        fresh = forms if len(known) == len(stars) + len(forms) else tuple(islice(known, len(stars), None))
         if fresh:
             stars = np.concatenate((stars, [form.count(b"*") for form in fresh]))
-        ids.append(np.fromiter(map(known.__getitem__, found), np.int32, len(found)))
+        ids.append(number[own])
         counts = stars[ids[-1]]
         if counts.sum() != len(of_part) or counts.max() > MOST_NUMBERS:
             return None
@@ -89,15 +92,17 @@ def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
     for of_it, stop in zip(numbers, np.cumsum([len(of_it) for of_it in numbers]), strict=True):
         table[stop - len(of_it) : stop, : of_it.shape[1]] = of_it
     try:
-        forms = [form.decode() for form in known]
+        forms = b"\0".join(known).decode().split("\0")
     except UnicodeDecodeError:
         return None
-    return Lines(forms, np.concatenate(ids), table)
+    return Lines(forms, np.concatenate(ids), table) if len(forms) == len(known) else None
 
 
-def counted(items: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
+def counted(items: Sequence[T]) -> tuple[tuple[T, ...], Ints]:
     """Distinct items, in the order in which they come, and which of these each is."""
     numbers = dict(zip(there := tuple(dict.fromkeys(items)), range(len(items)), strict=False))
+    if len(there) == len(items):
+        return there, np.arange(len(items), dtype=np.int32)
     return there, np.fromiter(map(numbers.__getitem__, items), np.int32, len(items))
 
 

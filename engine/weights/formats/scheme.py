@@ -76,18 +76,24 @@ class Modules:
     def _of_literals(self, pattern: str, kind: Kind) -> Iterator[int]:
         """Places of members that plain names name: where numbers stand in these, a member has the same."""
         parts = pattern.split(".")
-        stars = [place for place, part in enumerate(parts) if part.endswith("*")]
-        wanted: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
-        for own in (literal.split(".") for literal in self._literal):
-            for start in range(len(parts) - len(own) + 1):
-                both = zip(own, parts[start:], strict=False)
-                numbers = {start + at: parted(f".{mine}") for at, (mine, part) in enumerate(both) if mine != part}
-                if all(pattern == f".{parts[at]}" for at, (pattern, _) in numbers.items()):
-                    chosen = tuple(stars.index(at) for at in numbers)
-                    wanted[chosen].add(tuple(number for _, (number,) in numbers.values()))
-        rows = [parted(name)[1] for name in kind.names] if wanted else []
-        for chosen, known in wanted.items():
-            yield from (place for place, row in enumerate(rows) if tuple(row[star] for star in chosen) in known)
+        wanted: dict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
+        for start in range(len(parts)):
+            stars = sum(part.endswith("*") for part in parts[:start])
+            for own, numbers in self._literals[start > 0].items():
+                if parts[start : start + len(own)] == list(own):
+                    wanted[stars, stars + sum(part.endswith("*") for part in own)] |= numbers
+        rows = kind.rows if wanted else []
+        for (first, last), known in wanted.items():
+            yield from (place for place, row in enumerate(rows) if row[first:last] in known)
+
+    @cached_property
+    def _literals(self) -> tuple[dict[tuple[str, ...], set[tuple[int, ...]]], ...]:
+        """The numbers of plain names by the parts of their pattern: of whole names, and of what stands behind a dot."""
+        found: tuple[dict[tuple[str, ...], set[tuple[int, ...]]], ...] = ({}, {})
+        for literal in self._literal:
+            for of_it, (pattern, numbers) in zip(found, (parted(literal), parted(f".{literal}")), strict=True):
+                of_it.setdefault(tuple(pattern.removeprefix(".").split(".")), set()).add(numbers)
+        return found
 
     @cached_property
     def _loosely(self) -> list[re.Pattern[str]]:
