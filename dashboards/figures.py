@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firstlight.workbench.figures import COLOURS, colour, overlap
+from firstlight.workbench.figures import COLOURS, block_kind, colour, overlap
 from firstlight.workbench.readings import Bucket
 
 __all__ = [
@@ -20,8 +20,6 @@ __all__ = [
 Figure = dict[str, Any]
 Row = Mapping[str, Any]
 MOST_NAMES = 16  # along an axis, or in a legend
-KINDS = {"mixer": "attention", "ffn": "mlp", "embed": "embedding", "norm": "norm", "head": "head"}
-"""What a block is, by the last part of its name."""
 MOST_TOGETHER = 8  # curves whose values at one time are told together
 QUIET, GRID, LIMIT = "#7a818a", "rgba(127,127,127,.18)", "#d1545a"  # the page's style sheet has the last word on text
 
@@ -158,7 +156,7 @@ def layer_bars(rows: Sequence[Row], phase: str) -> Figure:
     blocks = list(slowest)
     by_kind: dict[str, list[str]] = {}
     for block in blocks:
-        by_kind.setdefault(KINDS.get(block.rsplit(".", 1)[-1], "other"), []).append(block)
+        by_kind.setdefault(block_kind(block), []).append(block)
     traces = [
         {
             "type": "bar",

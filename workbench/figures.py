@@ -40,6 +40,8 @@ COLOURS = {
     "teacher-forced": "#d55e00",
     "noise floor": "#8c8c8c",
 }
+BLOCKS = {"mixer": "attention", "ffn": "mlp", "embed": "embedding", "norm": "norm", "head": "head"}
+"""What a block is, by the last part of its name."""
 SEP = '<span class="sep">: </span>'  # read where styles are taken out, as of a notebook that is not trusted
 CARD, INK = "#ffffff", "#32363a"  # a live figure brings its ground along: plotly knows nothing of the notebook's theme
 MOST_PLACES = 8  # along the axis of a drawing
@@ -229,15 +231,20 @@ def memory_map(rows: Sequence[Row]) -> View:
     )
 
 
+def block_kind(block: str) -> str:
+    """What a block is, as a role that has a colour: `layers.0.ffn` -> mlp."""
+    return BLOCKS.get(block.rsplit(".", 1)[-1], "other")
+
+
 def layer_times(rows: Sequence[Row], phase: str) -> View:
-    """Time per block on its slowest rank: rows of rank, block, `<phase>_ms`, as in the table `layers` of `profile`."""
+    """Time per block on its slowest rank, collectives within it included: rows of `profile`'s table `layers`."""
     slowest: dict[str, float] = {}
     for row in rows:
         if row[f"{phase}_ms"] is not None:
             block = str(row["block"])
             slowest[block] = max(slowest.get(block, 0.0), row[f"{phase}_ms"])
-    shown = [{"block": block, "part": "compute", "ms": spent} for block, spent in slowest.items()]
-    title = f"Time per layer, {phase}, slowest rank"
+    shown = [{"block": block, "part": block_kind(block), "ms": spent} for block, spent in slowest.items()]
+    title = f"Time per block on its slowest rank, {phase}, collectives within it included"
     return stacked(title, shown, "block", "part", "ms", lambda total: f"{total:.3f} ms", "ms")
 
 
@@ -295,11 +302,11 @@ def timeline(rows: Sequence[Row], phase: str) -> View:
     """One step as lanes of blocks and of collectives, rank by rank: rows as in the table `timeline` of `profile`."""
     mine = [row for row in rows if row["phase"] == phase]
     end_ms = max((row["start_ms"] + row["duration_ms"] for row in mine), default=0.0) or 1.0
-    lanes = sorted({(row["rank"], row["kind"]) for row in mine})
+    lanes = sorted({(row["rank"], row["kind"]) for row in mine}, key=lambda lane: (lane[0], lane[1] != "compute"))
     body = "".join(_lane(rank, kind, mine, end_ms) for rank, kind in lanes)
     keys = (("compute", "blocks"), ("communication", "collectives, waiting included"))
     legend = "".join(f'<span class="key"><i style="background:{COLOURS[c]}"></i>{escape(n)}</span>' for c, n in keys)
-    title = f"One {phase} step, {end_ms:.2f} ms"
+    title = f"One {phase} step, the last that was timed: {end_ms:.2f} ms"
 
     def live() -> Any:
         import plotly.graph_objects as go

@@ -353,7 +353,7 @@ def _pictures(draft: Draft, asker: _Asker, questions: list[Question]) -> None:
         changed or nats > SAME_DISTRIBUTION,
         value=nats,
         limit=None if changed else SAME_DISTRIBUTION,
-        unit="nats",
+        unit="nat",
         detail=said + ("" if changed else "; the same words, judged by their probabilities"),
     )
 

@@ -21,7 +21,11 @@ def inputs_report(checkpoint: str, prepared: Prepared, out: str | None = None) -
     for index, spans in enumerate(prepared.picture_spans):
         start, tokens = spans[0][0], sum(count for _, count in spans)
         draft.check(
-            f"picture {index + 1} fills placeholders", tokens > 0, value=tokens, unit="tokens", detail=f"from {start}"
+            f"picture {index + 1} fills placeholders",
+            tokens > 0,
+            value=tokens,
+            unit="tokens",
+            detail=f"from position {start}",
         )
     draft.metric("prompt_tokens", count, "tokens")
     if out is not None:

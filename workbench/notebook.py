@@ -106,7 +106,7 @@ class NotebookBringup(Bringup):
             report = super()._rung(verb, _with_every_event(work) if self.stepper is not None else work)
         finally:
             view, self._view = self._view, None
-            view.close(is_over=report is not None and report.passed)
+            view.close(is_over=report is not None and bool(report.passed or report.checks))  # it came to its end
         if self.stop and not report.passed:
             from IPython.display import display
 

@@ -20,6 +20,7 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.alignment import Alignment, Match, Pattern, align
 from firstlight.workbench.kinship import Kin, kin_of
+from firstlight.workbench.render import words
 from firstlight.workbench.report import Draft, Report, write_atomically
 
 SAID = 4  # tensors named in a question
@@ -271,7 +272,7 @@ def _rules(found: Alignment, kin: Kin) -> list[str]:
 
 
 def _said(pattern: Pattern) -> str:
-    return _line(f"{pattern.template} {list(pattern.shape)}, {pattern.count} tensors")
+    return _line(f"{pattern.template} {list(pattern.shape)}, {words.quantity(pattern.count, 'tensors')}")
 
 
 def _line(text: str) -> str:

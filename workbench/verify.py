@@ -31,9 +31,11 @@ from firstlight.workbench.judge import judge
 from firstlight.workbench.picture_marks import as_made
 from firstlight.workbench.position_marks import as_counted
 from firstlight.workbench.progress import Progress
+from firstlight.workbench.render import words
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.rounding_marks import as_stored, on_narrow_reference, on_rounded_tables, rounded_tables
 from firstlight.workbench.side_files import absent_side_files
+from firstlight.workbench.vocabulary import judge_embeddings
 
 CHUNKS = 3  # that the longest prompt comes in, at least
 
@@ -152,6 +154,7 @@ def _compare(
     progress: Progress,
 ) -> None:
     """Judges every case, and then looks for the block and operator at fault in those that did not pass."""
+    judge_embeddings(draft, running, cases, oracle)
     verdicts = [judge(draft, running, case, progress) for case in cases]
     for case, verdict in zip(cases, verdicts, strict=True):
         if not verdict.passed:
@@ -208,7 +211,7 @@ def _golden_case(draft: Draft, golden: Golden, rules: Rules, forced: frozenset[i
                 next="compare shorter sequences as well",
             )
         )
-    draft.metric("tokens", int(golden.mask.sum()), "tokens", f"in {golden.mask.shape[0]} sequences")
+    draft.metric("tokens", int(golden.mask.sum()), "tokens", f"in {words.quantity(golden.mask.shape[0], 'sequences')}")
     case = rules.case(golden, forced_ids=forced)
     draft.find(on_narrow_reference(case))
     return case

@@ -72,10 +72,10 @@ class ProgressView:
         """
         rows = []
         ends_s = self._ends_s(until_s)
-        latest = dict(self._paces.keys())  # rung -> its last phase
+        newest = next(reversed(self._paces), None)  # whatever began before it is over
         for (rung, phase), pace in self._paces.items():
             last = pace.last
-            goes_on = latest[rung] == phase and not is_over
+            goes_on = (rung, phase) == newest and not is_over
             share = min(1.0, last.done / last.total) if last.total and goes_on else 1.0
             broke_off = goes_on and until_s is not None and (last.total is None or last.done < last.total)
             colour = COLOURS["vision" if broke_off else "compute"]

@@ -19,7 +19,6 @@ from firstlight.engine.errors import FirstlightError
 from firstlight.engine.inputs.pictures import open_picture
 from firstlight.engine.inputs.prepare import Prepared, Processor
 from firstlight.engine.serving.request import SamplingParams, Usage
-from firstlight.workbench.render import words
 from firstlight.workbench.side_files import has_chat_template
 
 UPDATE_S = 0.08  # an answer that streams is drawn so often
@@ -187,7 +186,7 @@ def _turn(entry: dict[str, Any]) -> str:
     usage: Usage | None = entry["usage"]
     figures = ""
     if usage is not None:
-        wait = f", first after {words.seconds(usage.first_token_s)}" if usage.first_token_s is not None else ""
+        wait = f", first after {html.amount(usage.first_token_s, 's')}" if usage.first_token_s is not None else ""
         figures = (
             f"<p class='quiet'>{usage.prompt_tokens:,} tokens in, {usage.completion_tokens:,} out{html.said(wait)}</p>"
         )
@@ -204,7 +203,7 @@ def _times(times_ms: Sequence[float]) -> str:
     highest, width = max(later), 4
     bars = "".join(_bar(index * width, width - 1, 22 * value / highest) for index, value in enumerate(later))
     middle = sorted(later)[len(later) // 2]
-    said = html.said(f"{middle:.1f} ms a token at the median, {highest:.1f} at most")
+    said = html.said(f"{middle:.1f} ms a token at the median, {highest:.1f} ms at most")
     box = f'width="{len(later) * width}" height="24" role="img" aria-label="{said}"'
     return f'<svg {box}>{bars}</svg><p class="quiet">{said}</p>'
 

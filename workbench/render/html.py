@@ -50,7 +50,7 @@ text-align:left!important;vertical-align:top!important;background:none;color:inh
 .firstlight th{font-weight:500;opacity:.7}
 .firstlight td.n,.firstlight th.n{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}
 .firstlight td.t,.firstlight .when{white-space:nowrap}
-.firstlight td.w{min-width:12rem;overflow-wrap:anywhere}.firstlight td.x{min-width:22rem;overflow-wrap:anywhere}
+.firstlight td.w{min-width:12rem;overflow-wrap:anywhere}.firstlight td.x{min-width:15rem;overflow-wrap:anywhere}
 .firstlight .s{display:inline-block;min-width:4.2em;font-weight:600}
 .firstlight .passed{color:var(--fl-good)}.firstlight .warning{color:var(--fl-warn)}
 .firstlight .failed,.firstlight .refused,.firstlight .fatal{color:var(--fl-bad)}
