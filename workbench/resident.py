@@ -157,6 +157,8 @@ def kept_here(
     spec: ModelSpec, mesh: Mesh, ranks: Collection[int], dtype: str, ledger: Ledger, wish: Wish, device_type: str
 ) -> Keep:
     """What an engine would keep packed whose ranks, each on a machine like this one, are these."""
+    if all(source.packed is None for source in ledger.sources.values()):
+        return usually(wish, device_type)  # without torch, which is imported while memory is being backed
     import torch
 
     from firstlight.engine.weights.loader import TORCH_DTYPES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.plan import make_plan
 from firstlight.engine.weights.formats.registry import stored_format
+from firstlight.workbench import load as loading
 from firstlight.workbench.plan import plan
 from firstlight.workbench.resident import resident_finding
 from tests.engine.weights.quantized import CONFIGS
 from tests.engine.weights.test_formats_load import MODELS, written
+
+MENAGERIE = Path(__file__).parents[2] / "data" / "samples" / "menagerie"
 
 
 def cluster(count: int, memory_bytes: int) -> Cluster:
@@ -69,3 +73,18 @@ def test_kimi_k3_is_held_as_it_is_stored() -> None:
     assert not [finding for finding in report.findings if finding.code == "unpacked-weights"]
     loaded, stored = (report.metrics[f"{kind}weight_bytes_per_device"].value for kind in ("loaded_", ""))
     assert loaded == stored
+
+
+def test_memory_of_a_plain_release_is_asked_for_before_torch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system backs it while torch is being imported; what operators there are bears on quantized weights alone."""
+    monkeypatch.setitem(sys.modules, "torch", None)  # who imports it now fails
+
+    class Reached(Exception):
+        """As far as memory is reserved."""
+
+    def reserve(*_: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr(loading, "_load_and_add", reserve)
+    with pytest.raises(Reached):
+        loading.load(MENAGERIE)
