@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.workbench.cases import Case
-from firstlight.workbench.compare import deviation
+from firstlight.workbench.compare import Deviation, deviation, gain
 from firstlight.workbench.engines import open_engine
 from firstlight.workbench.judge import Verdict, first_bad
 from firstlight.workbench.report import Draft
@@ -62,6 +63,7 @@ def _faulty_layer(
     where = f"layer {index}" if part is None else f"layer {index}, {part} ({kinds[part == 'feed-forward']})"
     how = "given the reference's own input" if index + 1 in verdict.forced else "free running"
     culprit = _culprit(case, index, engine, options)
+    expected, measured = case.told(f"hidden.{index + 1}", found, index + 1 in verdict.forced)
     draft.table(
         f"{case.prefix}first fault",
         [
@@ -81,8 +83,8 @@ def _faulty_layer(
         + (f"; {culprit}" if culprit else ""),
         file=case.golden.source,
         tensors=(f"hidden.{index + 1}",),
-        expected=f"within {case.limit_for(f'hidden.{index + 1}', index + 1 in verdict.forced):.1e} of scale",
-        found=found.broken or f"{case.measure(found):.2e} of scale, max-abs {found.max_abs:.2e}",
+        expected=expected,
+        found=measured,
         next=f"look at the spec and the weight rules of layers.{index}; {_advice(culprit)}",
     )
 
@@ -110,6 +112,8 @@ def _part(case: Case, index: int, engine: EngineLike, reference: AnyReference) -
     if name not in ours or theirs is None:
         return "mixer or feed-forward"
     found = deviation(ours[name][mask], theirs[mask])
+    if case.is_narrow:
+        found = replace(found, gain=gain(ours[name][mask], theirs[mask]))
     return "feed-forward" if case.passes(f"hidden.{index + 1}", found, forced=True) else "mixer"
 
 
@@ -159,18 +163,18 @@ def _outside_layers(case: Case, verdict: Verdict, mesh: Mesh) -> Iterator[Findin
     """Faults before the first layer and behind the last, and errors that only add up."""
     features = verdict.others.get("image_features")
     if features is not None and not case.passes("image_features", features):
-        yield _outside(case, "the vision tower or the projector", "image_features", case.measure(features))
+        yield _outside(case, "the vision tower or the projector", "image_features", features)
     if 0 in verdict.free and not case.passes("hidden.0", verdict.free[0]):
-        yield _outside(case, _embedding_words(case, verdict), "hidden.0", case.measure(verdict.free[0]))
+        yield _outside(case, _embedding_words(case, verdict), "hidden.0", verdict.free[0])
     head = verdict.others.get("teacher.logits")
     if head is not None and not case.passes("logits", head, forced=True):
-        yield _outside(case, "the output head", "logits", case.measure(head))
+        yield _outside(case, "the output head", "logits", head, forced=True)
     if verdict.forced and first_bad(case, verdict.forced, forced=True) is None:
         wrong = first_bad(case, verdict.free)
         if wrong is not None:
             message = "errors that only add up: every block alone is right on the reference's input"
             message += ", or what one stage hands to the next is wrong" if mesh.pp > 1 else ""
-            yield _outside(case, message, f"hidden.{wrong}", case.measure(verdict.free[wrong]))
+            yield _outside(case, message, f"hidden.{wrong}", verdict.free[wrong])
 
 
 def _embedding_words(case: Case, verdict: Verdict) -> str:
@@ -184,13 +188,14 @@ def _embedding_words(case: Case, verdict: Verdict) -> str:
     return "picture features at the placeholders" if text_right else "the token embedding or its scale"
 
 
-def _outside(case: Case, what: str, name: str, relative: float) -> Finding:
+def _outside(case: Case, what: str, name: str, deviates: Deviation, forced: bool = False) -> Finding:
+    expected, found = case.told(name, deviates, forced)
     return fatal(
         "wrong-numbers",
         f"{what}: first difference at {name}",
         file=case.golden.source,
         tensors=(name,),
-        expected=f"within {case.limit_for(name):.1e} of scale",
-        found=f"{relative:.2e} of scale",
+        expected=expected,
+        found=found,
         next="look at the family's spec and rules for this part, and at the inputs of the golden file",
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.workbench.compare import Deviation, deviation, own_part
+from firstlight.workbench.compare import EPSILON, Deviation, deviation, gain, own_part
 from firstlight.workbench.golden import Golden
 
 NOISE_FACTOR = 16  # how many times the reference's own noise still passes in float32
@@ -20,6 +20,7 @@ ROUTED_NOISE_FACTOR = 4  # ... where a router or an indexer that is near a tie h
 LEAST_LIMIT = 2.0**-16  # a measured floor does not narrow the limit below this: 128 steps of float32
 ANSWER = 8  # tokens of each row that are served, to be held against the same tokens in one piece
 SURE = 3.0  # standard deviations: what the number of chance events may differ by between two runs
+LEAST_GAIN = 0.5  # steps of a narrow dtype: what a layer adds may be too large or too small by this, throughout
 OUTLIER_SHARE = 0.02  # of the tokens may lie outside in narrow dtypes, besides twice those of the reference itself
 ROUTED_SHARE = 0.08  # ... for each router, where the reference's own share is not known
 CARRIED_SHARE = 0.04  # ... for each layer with a state, which carries a rounding on to all tokens behind it
@@ -32,7 +33,8 @@ class Case:
 
     In float32 the worst token decides. In a narrower dtype rounding moves near-ties of routers, for the reference as
     well, and a token with another expert is far off: there the bulk of the tokens decides, and the share of those
-    outside `limit` is held against that of the reference itself.
+    outside `limit` is held against that of the reference itself. What is less than a rounding in each value shows in
+    all of them together: see `Gain`.
     `floor` and `forced_floor`: the reference's deviation from itself by name; `least`: what a floor does not narrow the
     limit below. `layers` [first, last) limits the comparison. `eos_ids` end a generated row: what stands behind them is
     padding. `forced_ids` are put last whatever is likeliest. `decodes`: whether the engine's context holds the
@@ -118,10 +120,21 @@ class Case:
         theirs = golden.outputs[name]
         index = int(name[7:]) if name.startswith("hidden.") else 0
         entered = golden.hidden.get(index - 1)
-        adds = forced and not self.is_narrow and 0 < index < self.spec.num_layers
-        if adds and entered is not None and entered.shape == theirs.shape:
-            return own_part(ours[mask], theirs[mask], entered[mask])
-        return deviation(ours[mask], theirs[mask])
+        adds = forced and 0 < index < self.spec.num_layers and entered is not None and entered.shape == theirs.shape
+        before = entered[mask] if adds and entered is not None else None
+        if before is not None and not self.is_narrow:
+            return own_part(ours[mask], theirs[mask], before)
+        found = deviation(ours[mask], theirs[mask])
+        sums = self.is_narrow and (forced or name == "hidden.0")
+        return replace(found, gain=gain(ours[mask], theirs[mask], before)) if sums else found
+
+    def gain_limit(self, name: str, found: Deviation, forced: bool = False) -> float | None:
+        """How far from one the gain may be: half a step of the dtype, or what the reference's own rounding makes."""
+        if found.gain is None:
+            return None
+        floor = (self.forced_floor if forced else self.floor).get(name)
+        theirs = 0.0 if floor is None or floor.gain is None else floor.gain.apart
+        return max(LEAST_GAIN * EPSILON[self.dtype], NARROW_NOISE_FACTOR * theirs) + SURE * found.gain.error
 
     def outside(self, found: Deviation) -> NDArray[np.bool_]:
         """Which tokens deviate by more than `limit`."""
@@ -133,7 +146,24 @@ class Case:
             return False
         if not self.is_narrow:
             return True
-        return int(self.outside(found).sum()) <= self.outliers_allowed(name, len(found.relative_R), forced)
+        if int(self.outside(found).sum()) > self.outliers_allowed(name, len(found.relative_R), forced):
+            return False
+        return not self.is_off(name, found, forced)
+
+    def told(self, name: str, found: Deviation, forced: bool = False) -> tuple[str, str]:
+        """Limit and figure of a comparison in words: by the gain where that alone is wrong."""
+        limit, measure = self.limit_for(name, forced), self.measure(found)
+        if not found.broken and measure <= limit and found.gain is not None and self.is_off(name, found, forced):
+            return (
+                f"as large as the reference's within {self.gain_limit(name, found, forced):.1e}",
+                f"{found.gain.value:.4f} times as large throughout",
+            )
+        return f"within {limit:.1e} of scale", found.broken or f"{measure:.2e} of scale, max-abs {found.max_abs:.2e}"
+
+    def is_off(self, name: str, found: Deviation, forced: bool = False) -> bool:
+        """Whether a result is too large or too small throughout, by more than rounding makes it in the median."""
+        limit = self.gain_limit(name, found, forced)
+        return limit is not None and found.gain is not None and found.gain.apart > limit
 
 
 def chooses(spec: ModelSpec) -> bool:

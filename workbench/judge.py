@@ -151,9 +151,12 @@ def _record(
         outside, count = int(case.outside(found).sum()), len(found.relative_R)
         words += f", {outside} of {count} tokens beyond {case.limit:.3g}"
         words += f" ({case.outliers_allowed(name, count, forced)} may be)" if outside else ""
-    limit = case.limit_for(name, forced)
+    value, limit = case.measure(found), case.limit_for(name, forced)
     unit = "of scale, 3 tokens in 4" if case.is_narrow else "of scale"
-    draft.check(case.prefix + check, passed, value=case.measure(found), limit=limit, unit=unit, detail=words)
+    if not passed and found.gain is not None and value <= limit and case.is_off(name, found, forced):
+        value, limit, unit = found.gain.apart, case.gain_limit(name, found, forced) or 0.0, "of its size"
+        words += f"; {found.gain.value:.4f} times as large as the reference's throughout"
+    draft.check(case.prefix + check, passed, value=value, limit=limit, unit=unit, detail=words)
 
 
 def _image_features(draft: Draft, case: Case, free: Arrays, verdict: Verdict) -> None:

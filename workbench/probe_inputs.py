@@ -62,11 +62,7 @@ def inputs_of(
     _say_unreached(draft, reach, length)
     found["random"] = random_inputs(spec, length, with_picture="prompt" not in found)
     far = far_inputs(spec, length)
-    found |= {} if far is None else {"far": far}
-    tokens = np.unique(np.concatenate([inputs["input_ids"].ravel() for inputs in found.values()]))
-    words = f"of {spec.vocab_size:,}: embeddings of the others were not compared"
-    draft.metric("token_embeddings", len(tokens), "tokens", words)
-    return found
+    return found if far is None else {**found, "far": far}
 
 
 def _prompt(
@@ -158,7 +154,7 @@ def random_inputs(spec: ModelSpec, length: int, with_picture: bool) -> Arrays:
     mask = np.ones_like(ids)
     shorter = length - length // 4
     mask[1, shorter:] = 0
-    ends = [row for row in _ends(spec.vocab_size) if row in allowed][: shorter // 2]
+    ends = [row for row in vocabulary_ends(spec.vocab_size) if row in allowed][: shorter // 2]
     ids[1, : len(ends)] = ends
     found: dict[str, NDArray[Any]] = {"input_ids": ids, "attention_mask": mask}
     if vision is not None:
@@ -168,7 +164,7 @@ def random_inputs(spec: ModelSpec, length: int, with_picture: bool) -> Arrays:
     return found
 
 
-def _ends(vocabulary: int) -> list[int]:
+def vocabulary_ends(vocabulary: int) -> list[int]:
     """The first and the last row of a vocabulary, and of every rank's share of it, few ranks first."""
     found = [0, vocabulary - 1]
     for ranks in RANKS:

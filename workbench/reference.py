@@ -147,6 +147,10 @@ class Reference:
                 hook.remove()
         return kept[0].float().cpu().numpy()
 
+    def embed(self, ids_T: NDArray[Any], positions_T: NDArray[Any] | None = None) -> NDArray[Any]:
+        """What enters the first layer for tokens that stand alone, [tokens, width] float32; no layer runs."""
+        return entering(self._model, ids_T, positions_T)
+
     @contextlib.contextmanager
     def _first_layer(self) -> Iterator[list[Tensor]]:
         """What went into the first layer and what came out of it, once the model has run."""
@@ -303,6 +307,31 @@ def features_of(model: Any, pictures: Mapping[str, Tensor]) -> NDArray[Any]:
         features = model.multi_modal_projector(found.last_hidden_state)
     joined = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
     return joined.float().flatten(0, -2).numpy()
+
+
+class _Entered(Exception):
+    """The first layer was reached."""
+
+
+def entering(model: Any, ids_T: NDArray[Any], positions_T: NDArray[Any] | None) -> NDArray[Any]:
+    """What enters a model's first layer for tokens that stand alone, [tokens, width] float32."""
+    seen: list[Tensor] = []
+
+    def stop(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+        raise _Entered
+
+    given = {"input_ids": ids_T} if positions_T is None else {"input_ids": ids_T, "position_ids": positions_T}
+    tensors = {name: torch.from_numpy(array.reshape(-1, 1)).to(model.device) for name, array in given.items()}
+    hook = decoder_layers(model)[0].register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.inference_mode(), quiet(), contextlib.suppress(_Entered):
+            model(**tensors, use_cache=False)
+    finally:
+        hook.remove()
+    if not seen:
+        raise unavailable(type(model).__name__, "the layers that were found are not its decoder's")
+    return one_stream(seen[0]).flatten(0, 1).float().cpu().numpy()
 
 
 def decoder_layers(model: Any) -> Any:

@@ -31,6 +31,7 @@ from firstlight.workbench.reference import (
     SplitSums,
     behind_mixer,
     decoder_layers,
+    entering,
     features_of,
     load_transformers,
     one_stream,
@@ -73,6 +74,7 @@ class StreamedReference:
         self._config = config
         self._text = config.get_text_config()
         self._dtype = dtype
+        self._first: Any = None
 
     @classmethod
     def open(cls, directory: str | Path, *, dtype: str = "F32") -> StreamedReference:
@@ -121,6 +123,13 @@ class StreamedReference:
             source.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out))
             self._run_part(model, index, tensors, torch.from_numpy(given))
         return kept[0].float().numpy()
+
+    def embed(self, ids_T: NDArray[Any], positions_T: NDArray[Any] | None = None) -> NDArray[Any]:
+        """What enters the first layer for tokens that stand alone, [tokens, width]; that layer is loaded once more."""
+        if self._first is None:
+            with quiet():
+                self._first = self._part(0)
+        return entering(self._first, ids_T, positions_T)
 
     def _walk(self, inputs: Mapping[str, NDArray[Any]], forced: Mapping[str, NDArray[Any]] | None) -> Arrays:
         tensors, found = _tensors(inputs), {}

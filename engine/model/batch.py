@@ -43,7 +43,8 @@ class ForwardBatch:
     `attention` knows lengths, pages and where each token's entry goes. `logit_rows` picks the rows whose logits are
     wanted (None: all). `rope_lens` are the lengths by which stretched rotary positions choose their frequencies (None:
     each sequence's own; transformers takes the width of a padded batch, and comparisons with it must follow, also where
-    an indexer chooses among equal scores). `rotary`
+    an indexer chooses among equal scores). `prompt_lens`: tokens behind so many of a sequence choose as if each came
+    by itself, as those of answers do (None: rows of scores are as long as `rope_lens` says). `rotary`
     keeps each rotary variant's (cos, sin), [T, dim / 2], once the first layer asked for it. `handed` is what a layer
     leaves for those behind it beside the stream: `inputs`, those of this stage's layers and of all behind it, [T, L,
     P], and `input`, that of the layer that runs; `chosen`, the keys [T, k] that the last indexer chose, and `chosen.i`,
@@ -67,6 +68,7 @@ class ForwardBatch:
     embeddings: tuple[Embedding, ...] = ()
     tap: Tap | None = None
     rope_lens: tuple[int, ...] | None = None
+    prompt_lens: tuple[int, ...] | None = None
     rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     handed: dict[str, Tensor] = field(default_factory=dict)
     division: Division | None = None

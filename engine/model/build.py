@@ -132,6 +132,12 @@ class Model:
         return shown[f"layers.{index}"]
 
     @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """The decoder's input [T, H] of a batch, for which no layer runs; first stage only."""
+        assert self._embed is not None, "this rank holds no token embedding"
+        return self._embed(batch)
+
+    @torch.inference_mode()
     def hand_on(self, batch: ForwardBatch) -> None:
         """What `forward` would hand from stage to stage beside the stream, alone; before `run_layer` on a batch."""
         if not self.is_first:

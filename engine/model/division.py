@@ -81,6 +81,7 @@ def divided(batch: ForwardBatch, comm: Comm, over_experts: bool) -> ForwardBatch
         embeddings=tuple(_embeddings(batch.embeddings, own)),
         tap=None if batch.tap is None else division.tap(batch.tap),
         rope_lens=tuple(rope_lens[b] for b, _, _ in pieces),
+        prompt_lens=None if batch.prompt_lens is None else tuple(batch.prompt_lens[b] for b, _, _ in pieces),
         rotary={},
         handed=deep,
         division=division,

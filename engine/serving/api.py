@@ -126,9 +126,10 @@ class EngineLike(Protocol):
         """Run a padded batch [B, T] and return hidden.0 ... hidden.L, logits and image_features, float32.
 
         `inputs` maps hidden.i to the given input of layer i: each layer runs alone on it (teacher forcing), and
-        hidden.L gives logits. `layers` [first, last) limits what comes back. `steps`: also `generated` [B, steps]
-        int64, the greedy continuation as it is served, with `generated.likeliest` and `generated.logprobs` [B, steps,
-        K]: the likeliest tokens of each step. `blocks`: also `layers.i.mixer`. Zeros at padding.
+        hidden.L gives logits. `layers` [first, last) limits what comes back; (0, 0): the decoder's input hidden.0, for
+        which no layer runs. `steps`: also `generated` [B, steps] int64, the greedy continuation as it is served, with
+        `generated.likeliest` and `generated.logprobs` [B, steps, K]: the likeliest tokens of each step. `blocks`: also
+        `layers.i.mixer`. Zeros at padding.
         """
         ...
 

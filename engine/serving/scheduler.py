@@ -16,6 +16,7 @@ from firstlight.engine.findings import fatal
 from firstlight.engine.serving.cache import PageAllocator
 from firstlight.engine.serving.request import FinishReason, Request, joined
 from firstlight.engine.serving.steps import Admission, Chunk, Draw, ReplicaPlan, StepPlan, StepResult
+from firstlight.engine.serving.stream import EngineFailed
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,25 @@ class _Replica:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # in the order of admission
         self.released: list[int] = []
+        self.holders: dict[int, int] = {}  # page -> the running request that has it
         self.pages = PageAllocator(limits.num_pages, limits.page_size)
+
+    def hold(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
+        """Pages are a sequence's own: what two write into gives both of them wrong answers, and nothing else shows."""
+        number = sequence.request.number
+        for page in pages:
+            if (other := self.holders.setdefault(page, number)) != number:
+                raise EngineFailed(
+                    f"page {page} of the cache was given to request {number}, and request {other} still has it; "
+                    "neither goes on: each would read the other's keys. This is a fault of the engine, not of a request"
+                )
+        sequence.pages = pages
+
+    def let_go(self, sequence: Sequence) -> None:
+        """A sequence that ran is over: its pages are free again."""
+        for page in sequence.pages:
+            del self.holders[page]
+        self.pages.give_back(sequence.pages)
 
     @property
     def load(self) -> int:
@@ -198,7 +217,7 @@ class Scheduler:
         replica = self._replicas[sequence.replica]
         if number in replica.running:
             del replica.running[number]
-            replica.pages.give_back(sequence.pages)
+            replica.let_go(sequence)
             replica.released.append(number)
         else:
             replica.waiting.remove(sequence)
@@ -210,6 +229,7 @@ class Scheduler:
             replica.pages.check()
             held = [page for sequence in replica.running.values() for page in sequence.pages]
             assert len(held) == len(set(held)), "two sequences share a page"
+            assert set(held) == set(replica.holders), "a page is held by nobody"
             assert len(held) + replica.pages.num_free == self.limits.num_pages, "a page leaked"
             assert len(replica.running) <= self.limits.max_batch
             for sequence in replica.running.values():
@@ -232,8 +252,8 @@ class Scheduler:
             count = replica.pages.pages_for(sequence.max_len)
             if count > replica.pages.num_free:
                 break
+            replica.hold(sequence, replica.pages.take(count))
             replica.waiting.popleft()
-            sequence.pages = replica.pages.take(count)
             replica.running[sequence.request.number] = sequence
 
     def _chunks(self, replica: _Replica) -> tuple[Chunk, ...]:

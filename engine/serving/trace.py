@@ -32,10 +32,12 @@ from firstlight.kernels.attention.meta import AttentionMeta
 class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What to run.
 
-    `input_ids` and `attention_mask` [B, T]; `images` under the vendor's names. `inputs` maps hidden.i to the input
-    [B, T, H] of layer i (teacher forcing), empty for a free run. `layers` [first, last) limits what comes back (None:
-    all). `blocks`: also what each layer's mixer adds, as `layers.i.mixer`. `steps`: also a greedy continuation, of a
-    foreign model that is given pictures. `positions` [B, T]: of the tokens, where they are not counted from 0.
+    `input_ids` and `attention_mask` [B, T]; `images` under the vendor's names. `inputs` maps hidden.i to the input [B,
+    T, H] of layer i (teacher forcing), empty for a free run. `layers` [first, last) limits what comes back (None: all;
+    (0, 0): hidden.0 alone, for which no layer runs). `blocks`: also what each layer's mixer adds, as `layers.i.mixer`.
+    `steps`: also a greedy continuation, of a foreign model that is given pictures. `positions` [B, T]: of the tokens,
+    where they are not counted from 0. `prompts` [B]: so many tokens of each row are its prompt, and those behind choose
+    keys as an answer's do, one by one.
     """
 
     input_ids: Array
@@ -46,9 +48,12 @@ class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     blocks: bool = False
     steps: int = 0
     positions: Array | None = None
+    prompts: tuple[int, ...] = ()
 
 
 POSITIONS = "position_ids"
+PROMPTS = "prompt_tokens"
+NO_LAYER = (0, 0)
 
 
 def trace_command(
@@ -66,6 +71,7 @@ def trace_command(
     placeholders = _checked_ids(spec, ids, mask)
     images = dict(tensors or {})
     positions = _checked_positions(ids, images.pop(POSITIONS, None))
+    prompts = _checked_prompts(ids, images.pop(PROMPTS, None))
     check_images(spec, images, placeholders)
     if not placeholders and not isinstance(spec.vision, ForeignVision):
         images = {}  # tensors of no picture
@@ -78,6 +84,7 @@ def trace_command(
         layers=layers,
         blocks=blocks,
         positions=positions,
+        prompts=prompts,
     )
 
 
@@ -114,6 +121,14 @@ def _checked_positions(ids: np.ndarray, positions: np.ndarray | None) -> Array |
     return Array.of(np.asarray(positions, dtype=np.int64))
 
 
+def _checked_prompts(ids: np.ndarray, prompts: np.ndarray | None) -> tuple[int, ...]:
+    if prompts is None:
+        return ()
+    if prompts.shape != ids.shape[:1] or prompts.dtype.kind not in "iu" or prompts.min() < 1:
+        raise _bad(PROMPTS, f"integers {list(ids.shape[:1])} of one and more", f"{prompts.dtype} {list(prompts.shape)}")
+    return tuple(int(one) for one in prompts)
+
+
 def _check_layers(
     spec: ModelSpec, ids: np.ndarray, inputs: Mapping[str, np.ndarray], layers: tuple[int, int] | None
 ) -> None:
@@ -124,7 +139,7 @@ def _check_layers(
         if index is None or index > spec.num_layers or value.shape != (*ids.shape, width):
             raise _bad(name, f"hidden.0 to hidden.{spec.num_layers}, {[*ids.shape, width]}", str(list(value.shape)))
     low, high = layers or (0, spec.num_layers)
-    if not 0 <= low < high <= spec.num_layers:
+    if (low, high) != NO_LAYER and not 0 <= low < high <= spec.num_layers:
         raise _bad("layers", f"a range within 0:{spec.num_layers}", f"{low}:{high}")
 
 
@@ -155,7 +170,10 @@ def run_trace(rank: Rank, command: TraceCommand) -> Arrays:
     rows = _rows(command)[at.dp :: rank.mesh.dp]
     shown: dict[str, Tensor] = {}
     batch = _batch(rank, command, rows, shown) if rows else None
-    if batch is not None and command.inputs:
+    if command.layers == NO_LAYER:
+        if batch is not None and rank.model.is_first:
+            shown["hidden.0"] = rank.model.embed(batch)
+    elif batch is not None and command.inputs:
         _run_forced(rank, command, rows, batch, shown)
     elif batch is not None:
         logits = rank.model.forward(batch)
@@ -245,9 +263,9 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
     page_size = max(lengths) if rank.device.type == "cpu" else rank.limits.page_size
     per_row = -(-max(lengths) // page_size)
     pages = [tuple(range(row * per_row, (row + 1) * per_row)) for row in range(len(rows))]
-    cache = rank.cache.small(len(rows) * per_row, page_size, len(rows))
+    cache = () if command.layers == NO_LAYER else rank.cache.small(len(rows) * per_row, page_size, len(rows))
     around = Surroundings(cache, page_size, rank.comms, rank.ops, rank.device, Sight.of(rank.spec))
-    return forward_batch(
+    batch = forward_batch(
         [id_ for row in rows for id_ in row.ids],
         _positions(command, rows),
         AttentionMeta.build(lengths, lengths, pages, page_size, rank.device),
@@ -258,6 +276,9 @@ def _batch(rank: Rank, command: TraceCommand, rows: Sequence[_Row], shown: dict[
         rope_lens=(_stretched_for(command),) * len(rows),
         seen=_seen(rank, command, rows),
     )
+    if not command.prompts:
+        return batch
+    return replace(batch, prompt_lens=tuple(command.prompts[row.index] for row in rows))
 
 
 def _stretched_for(command: TraceCommand) -> int:

@@ -109,7 +109,7 @@ def refuse_large_trace(info: EngineInfo, arguments: Mapping[str, Any], limit_byt
                 next="send fewer rows or tokens at a time, or verify on one rank, which needs no server",
             )
         )
-    width = info.vocab_size + (high - low + 1) * info.hidden * (2 if arguments["blocks"] else 1)
+    width = (info.vocab_size if high else 0) + (high - low + 1) * info.hidden * (2 if arguments["blocks"] else 1)
     if positions * width * 4 > limit_bytes:
         raise Refused(
             fatal(

@@ -20,6 +20,7 @@ from firstlight.engine.model.build import Model
 from firstlight.engine.model.families.registry import FAMILIES
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.serving import worker
+from firstlight.engine.serving.cache import PageAllocator
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.kernels import operators
@@ -42,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": llama(model_type="mistral", sliding_window=300, head_dim=8, **LONG),
     "learned": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 131,
                 "tie_word_embeddings": True},
+    "wordy": llama(vocab_size=4099, **LONG),
     "stretched": llama(**LONG, **rope("llama3", 500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                       original_max_position_embeddings=2048)),
 }  # fmt: skip
@@ -97,6 +99,15 @@ def one_token_otherwise(patch: Patch) -> None:
         return attention.attention(q_TND, k, v, meta, scale * (1.01 if meta.max_query_len == 1 else 1.0), *more)
 
     operator(patch, "attention", wrong)
+
+
+def keys_are_kept_in_eight_bits(patch: Patch) -> None:
+    def wrong(k_TKD: Tensor, v_TKV: Tensor, k: Tensor, v: Tensor, meta: Any) -> None:
+        if meta.max_query_len == 1:
+            k_TKD, v_TKV = (one.to(torch.float8_e4m3fn).float() for one in (k_TKD, v_TKV))
+        attention.write_cache(k_TKD, v_TKV, k, v, meta)
+
+    operator(patch, "write_cache", wrong)
 
 
 def neighbours_leak(patch: Patch) -> None:
@@ -159,6 +170,18 @@ def test_what_requests_get_otherwise_than_a_trace(
     assert words in finding.message
 
 
+def test_answers_of_models_that_choose_keys_are_held_to_the_same(
+    checkpoint: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """Scores that are exactly alike are no excuse: what is chosen among them is the same in one piece."""
+    home = checkpoint("deepseek_v32-ties")
+    report = check(home)
+    assert report.status == "passed"
+    assert "within the limit" not in next(one.detail for one in report.checks if one.name == "random cached")
+    keys_are_kept_in_eight_bits(monkeypatch)
+    assert [one.name for one in check(home).checks if one.status == "failed"] == ["random cached"]
+
+
 def early(spec: ModelSpec) -> ModelSpec:
     scaling = spec.layers[0].rope.scaling  # type: ignore[union-attr]
     return mixers(spec, rope=change(spec.layers[0].rope, scaling=change(scaling, low_freq_factor=0.4)))
@@ -184,19 +207,64 @@ def test_what_shows_far_behind_the_first_tokens_alone(
     assert any("layer 0, mixer (Attention)" in one.message for one in report.findings)
 
 
-def test_positions_that_are_learned_are_compared_up_to_the_last(
-    homes: Callable[[str], Path], monkeypatch: Patch
-) -> None:
+def weights_are(patch: Patch, name: str, rows: slice, factor: float) -> None:
+    """Rows of a storage that are too large by a factor, whatever the checkpoint says."""
     right = Model.__init__
 
     def wrong(self: Model, spec: Any, weights: Any, ops: Any) -> None:
-        weights.storages["positions.weight"][1000:].mul_(1.01)
+        weights.storages[name][rows].mul_(factor)
         right(self, spec, weights, ops)
 
-    home = homes("learned")
-    monkeypatch.setattr(Model, "__init__", wrong)
+    patch.setattr(Model, "__init__", wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "row", "check_name", "words"),
+    [
+        ("learned", "positions.weight", 701, "embeddings of positions", "1 of 1,024 positions enter"),
+        ("wordy", "embed.weight", 3001, "embeddings", "1 of 4,099 tokens enter"),
+    ],
+)
+def test_rows_that_no_prompt_uses_are_compared(
+    name: str, storage: str, row: int, check_name: str, words: str, homes: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """One row of a table, off by a hundredth: no token of ours stands there, and a user's will."""
+    home = homes(name)
+    weights_are(monkeypatch, storage, slice(row, row + 1), 1.01)
     report = check(home)
-    assert next(one.name for one in report.checks if one.status == "failed") == "far hidden.0"
+    assert [one.name for one in report.checks if one.status == "failed"] == [check_name]
+    (finding,) = [one for one in report.findings if one.code == "wrong-numbers"]
+    assert words in finding.message
+    assert finding.message.endswith(f" {row}")
+    assert report.metrics["token_embeddings"].value == {"learned": 131, "wordy": 4099}[name]
+
+
+def test_a_block_that_is_two_in_a_hundred_too_large_fails_in_bfloat16(
+    homes: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """Less than the rounding of single values: all of them together show it."""
+    home = homes("llama")
+    weights_are(monkeypatch, "layers.0.ffn.down.weight", slice(None), 1.02)
+    report = check(home, dtype="BF16")
+    assert "random teacher.1" in [one.name for one in report.checks if one.status == "failed"]
+    assert any("layer 0, feed-forward (MLP)" in one.message for one in report.findings)
+
+
+def test_a_page_of_the_cache_that_two_requests_have_is_told(homes: Callable[[str], Path], monkeypatch: Patch) -> None:
+    right, given = PageAllocator.take, list[int]()
+
+    def wrong(self: PageAllocator, count: int) -> tuple[int, ...]:
+        pages = right(self, count)
+        given.extend(pages)
+        return (given[0], *pages[1:])
+
+    home = homes("llama")
+    monkeypatch.setattr(PageAllocator, "take", wrong)
+    report = check(home)
+    assert [one.name for one in report.checks if one.status == "failed"] == ["random cached"]
+    (finding,) = [one for one in report.findings if one.severity == "fatal"]
+    assert finding.code == "engine-failed"
+    assert "page 0 of the cache was given to request 2, and request 1 still has it" in finding.message
 
 
 def test_a_huge_channel_hides_no_block(homes: Callable[[str], Path], tmp_path: Path, monkeypatch: Patch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from firstlight.engine.model import spec as specs
 from firstlight.engine.model.batch import ForwardBatch
 from firstlight.engine.model.layers.access import Access
-from firstlight.engine.model.layers.indexer import best, marks, row_length
+from firstlight.engine.model.layers.indexer import best, marks, row_lengths
 from firstlight.engine.model.layers.norm import Norm
 from firstlight.engine.model.layers.rope import angles, angles_at
 from firstlight.engine.model.spec import Rope
@@ -164,8 +164,12 @@ class SpanIndexer:
             scores_tM = torch.einsum("tn,tnm->tm", weights_TN[rows], scores_tNM)
             closed_tM = closed(meta, b, spec.compressor.rate, x_TH.device)
             scores_tM = scores_tM.masked_fill(~closed_tM, float("-inf"))
-            row = row_length(batch, b) // spec.compressor.rate
-            found.append(marks(best(scores_tM, min(spec.topk, row), row), len(keys[b])))
+            chosen = [
+                marks(best(scores_tM[part], min(spec.topk, row), row), len(keys[b]))
+                for part, length in row_lengths(batch, b)
+                for row in (length // spec.compressor.rate,)
+            ]
+            found.append(torch.cat(chosen))
         return found
 
 

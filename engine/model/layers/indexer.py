@@ -46,7 +46,8 @@ class Indexer:
             scores_tNL = torch.relu(torch.einsum("tnd,ld->tnl", q_TND[rows].float(), k_LD))
             scores_tL = torch.einsum("tn,tnl->tl", weights_TN[rows], scores_tNL)
             scores_tL = scores_tL.masked_fill(~visible(query_len, meta.kv_lens[b], None, x_TH.device), float("-inf"))
-            found.append(best(scores_tL, width(meta, spec), row_length(batch, b)))
+            columns, rows_of_scores = width(meta, spec), row_lengths(batch, b)
+            found += [best(scores_tL[part], columns, row) for part, row in rows_of_scores]
             start += query_len
         return torch.cat(found)
 
@@ -56,9 +57,18 @@ def width(meta: AttentionMeta, spec: specs.Indexer) -> int:
     return min(spec.topk, meta.max_kv_len)
 
 
-def row_length(batch: ForwardBatch, b: int) -> int:
-    """How long the reference's row of scores is for sequence b: as long as the sequence, or as a padded batch."""
-    return max(batch.attention.kv_lens[b], batch.rope_lens[b] if batch.rope_lens else 0)
+def row_lengths(batch: ForwardBatch, b: int) -> list[tuple[slice, int]]:
+    """How long the reference's row of scores is for tokens of sequence b: as the sequence, or as a padded batch.
+
+    Where `prompt_lens` says what the prompt is: as long as that for its tokens, and for others up to themselves.
+    """
+    count, stop = batch.attention.query_lens[b], batch.attention.kv_lens[b]
+    if batch.prompt_lens is None:
+        return [(slice(0, count), max(stop, batch.rope_lens[b] if batch.rope_lens else 0))]
+    start, prompt = stop - count, batch.prompt_lens[b]
+    asked = min(max(prompt - start, 0), count)
+    alone = [(slice(i, i + 1), start + i + 1) for i in range(asked, count)]
+    return [(slice(0, asked), prompt), *alone] if asked else alone
 
 
 def best(scores_tL: Tensor, columns: int, row: int) -> Tensor:
