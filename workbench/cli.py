@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from firstlight.workbench.outlet import Outlet, leave_stdout
 
     outlet = Outlet(words)
+    _print_in_any_encoding()
     try:
         with listening():
             return _main(words, outlet)
@@ -72,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one, in a sentence
         return _last_resort(words, outlet, error)
+
+
+def _print_in_any_encoding() -> None:
+    """A character that the terminal's encoding lacks is printed as `?`, and ends nothing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _last_resort(words: list[str], outlet: Outlet, error: Exception) -> int:

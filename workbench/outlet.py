@@ -49,13 +49,23 @@ class Outlet:
             write_atomically(self.destination, report.to_json())
             return
         try:
-            sys.stdout.write(report.to_json().decode())
-            sys.stdout.flush()
+            _print_json(report.to_json())
         except BrokenPipeError:
             raise
         except OSError as error:
             leave_stdout()
             raise _full(error) from error
+
+
+def _print_json(text: bytes) -> None:
+    """JSON is UTF-8, whatever the terminal's encoding is; a notebook's output takes text alone."""
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        sys.stdout.write(text.decode())
+    else:
+        sys.stdout.flush()
+        stream.write(text)
+    sys.stdout.flush()
 
 
 def leave_stdout() -> None:

@@ -156,6 +156,17 @@ def test_json_on_standard_output_is_alone_there(checkpoint: Get, capsys: pytest.
     assert err == ""
 
 
+def test_a_terminal_without_the_characters_ends_nothing(checkpoint: Get, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "modèle µ")
+    command = [sys.executable, "-m", "firstlight.workbench", "scan", str(folder)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    said = subprocess.run(command, capture_output=True, env=environment)
+    assert said.returncode == 0, said.stderr
+    assert b"mod?le ?" in said.stdout
+    told = subprocess.run([*command, "--json", "-"], capture_output=True, env=environment)
+    assert "modèle µ" in json.loads(told.stdout.decode())["title"], "JSON is UTF-8"
+
+
 @pytest.mark.parametrize(
     "words", [("scan",), ("scna", "x"), ("plan", FACTS, "--tp", "0"), ("generate", "x", "--nope"), ("scan", "x", "y")]
 )

@@ -289,7 +289,7 @@ def test_html_names_no_colour_that_one_theme_hides() -> None:
         (2, "shards", "2 shards"),
         (1, "s", "1 s"),
         (0.02259, "s", "22.59 ms"),
-        (1.569e-05, "s", "15.69 us"),
+        (1.569e-05, "s", "15.69 µs"),
         (0.6, "share", "60 %"),
         (0.00123456, "of scale", "0.001235 of scale"),
         (123456.7, "tokens/s", "123,457 tokens/s"),

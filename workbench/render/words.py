@@ -16,7 +16,7 @@ _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def quantity(value: Any, unit: str = "") -> str:
-    """A value with its unit: bytes in binary prefixes, short times in ms or us, floats to four digits."""
+    """A value with its unit: bytes in binary prefixes, short times in ms or µs, floats to four digits."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -26,7 +26,7 @@ def quantity(value: Any, unit: str = "") -> str:
     if unit in _SHOWN:
         return in_bytes(value) + _SHOWN[unit]
     if unit == "s" and 0 < abs(value) < 1:
-        value, unit = (1e6 * value, "us") if abs(value) < 1e-3 else (1e3 * value, "ms")
+        value, unit = (1e6 * value, "µs") if abs(value) < 1e-3 else (1e3 * value, "ms")
     if unit == "share":
         value, unit = 100.0 * value, "%"
     if value == 1 and unit.endswith("s") and len(unit) > 2:  # one shard, not one shards; seconds keep their sign
