@@ -200,7 +200,7 @@ def _gptq(how: Gptq, stored: Stored, shape: Shape) -> Floats:
     if how.zero_offset and 32 % how.bits == 0:  # from every place of a word at once
         ones = sum(1 << place for place in range(0, 32, how.bits))
         words = ((words.astype(np.int64) + ones) & 0xFFFFFFFF).astype(np.uint32)
-    zeros = codes(words, how.bits)
+    zeros: NDArray[Any] = codes(words, how.bits)
     if how.zero_offset and 32 % how.bits:  # from each alone
         zeros = (zeros.astype(np.int64) + 1) % (1 << how.bits)
     return _by_groups(how, stored, shape, found, zeros[:, : shape[0]].T, numbers(stored["scale"]).T)
