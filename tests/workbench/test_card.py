@@ -5,7 +5,9 @@ import tarfile
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from firstlight.workbench.cli import main
 from firstlight.workbench.events import EventWriter, ProgressEvent
 from firstlight.workbench.export import card, export, latest
 from firstlight.workbench.report import Draft, Report
@@ -63,3 +65,19 @@ def test_an_archive_holds_events_that_lie_in_the_log_of_an_open_database(tmp_pat
     with sqlite3.connect(tmp_path / "out" / "run" / "events.sqlite") as copy:
         assert copy.execute("select phase from progress").fetchall() == [("read",)]
     copy.close()
+
+
+def test_a_run_is_exported_from_inside_itself_and_into_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.` has the name of its folder, archives of before are no part of one, and --run says where the report goes."""
+    Run.at(tmp_path / "run", "toy", "toy").add(made("scan", "aaa", "old"))
+    monkeypatch.chdir(tmp_path / "run" / "reports")
+    assert main(["export", "..", "--out", "../first.zip", "-q"]) == 0
+    assert main(["export", "..", "--run", str(tmp_path / "other"), "-q"]) == 0
+    with tarfile.open(tmp_path / "run.tar.gz") as archive:
+        names = archive.getnames()
+    assert "run/reports/01-scan.json" in names
+    assert "run/first.zip" not in names
+    assert [rung.verb for rung in Run.attach(tmp_path / "other").record.rungs] == ["export"]
+    assert [rung.verb for rung in Run.attach(tmp_path / "run").record.rungs] == ["scan", "export"]

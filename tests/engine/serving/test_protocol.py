@@ -221,7 +221,7 @@ def test_what_can_be_looked_at_answers_head_as_well() -> None:
     """Probes ask so: the same status and headers, no body."""
     app = create_app(Desk(Pulse(), HostOptions()))
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
-        for path in ("/health", "/v1/models", "/metrics", "/admin/info"):
+        for path in ("/health", "/admin/health", "/v1/models", "/metrics", "/admin/info"):
             asked, looked = client.get(path), client.head(path)
             assert (looked.status_code, looked.headers["content-type"]) == (503, asked.headers["content-type"])
         assert client.head("/v1/completions").status_code == 405
