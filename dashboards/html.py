@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ SHORT = 36  # characters that stay on one line
 LONG = 72  # and beyond so many a text is a paragraph, which must not become a tall column
 MOST_ROWS = 500
 MANY = 8  # columns, beyond which they stand closer
+MEASURED = re.compile(r"[\d.,e+-]*\d (?:(?:(?:[KMGTP]i)?B(?:/s)?|s|ms|µs|nat)\b|%)")  # a number and its unit
 STATUSES = ("passed", "failed", "refused", "skipped", "differs")
 
 
@@ -43,6 +45,11 @@ class Figure(NamedTuple):
 def said(text: object) -> str:
     """Foreign text: markup is escaped, characters that would change how the rest reads are spelt out."""
     return html.escape(printable(str(text)))
+
+
+def with_units(text: object) -> str:
+    """Foreign text in which numbers stay on one line with their units."""
+    return MEASURED.sub(r'<span class="whole">\g<0></span>', said(text))
 
 
 def page(*parts: str) -> str:
@@ -73,7 +80,7 @@ def commands(*lines: str) -> str:
 
 def _command(line: str) -> str:
     return " ".join(
-        f'<span class="flag">{said(word)}</span>' if word.startswith("-") else said(word) for word in line.split(" ")
+        f'<span class="whole">{said(word)}</span>' if word.startswith("-") else said(word) for word in line.split(" ")
     )
 
 

@@ -81,11 +81,11 @@ def _ladder(snapshot: Snapshot) -> str:
         state = rung.status if rung else "running" if _is_running(snapshot, verb) else ""
         word = state or "not run"
         took = f" in {_took(rung.duration_s)}" if rung and rung.status != "refused" else ""
-        said = highlights(report) if report is not None else ""
+        said = html.with_units(highlights(report)) if report is not None else ""  # as HTML
         forced = " (forced)" if rung and rung.forced else ""
         items.append(
             f'<li class="{state}"><b>{verb}</b><span class="{state}">{html.said(word)}</span>'
-            f"<span>{html.said(took + forced)}</span><p>{html.said(said)}</p></li>"
+            f"<span>{html.said(took + forced)}</span><p>{said}</p></li>"
         )
     return f'<ol class="ladder">{"".join(items)}</ol>'
 

@@ -73,13 +73,13 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
         row, beat = planned.get(rank, {}), beats.get(rank)
         lines = [f"{axes[-1]} {at.on(axes[-1])}" if axes else "alone"]  # the other axes head its row
         if row:
-            lines.append(f"layers {row.get('layers')}, {_weights(row)}")
+            lines.append(f"layers {row.get('layers')}, {words.in_bytes(row.get('weight_bytes', 0))}")
         if beat is not None:
             lines.append(f"{beat.machine}, process {beat.pid}: {beat.phase or beat.stage}")
         bad = failure is not None and failure.rank == rank
         if bad and failure is not None:
             lines.append(f"{failure.phase}: {failure.reason}")
-        body = "".join(f"<p class='quiet'>{html.said(line)}</p>" for line in lines)
+        body = "".join(f"<p class='quiet'>{html.with_units(line)}</p>" for line in lines)
         row_of = ", ".join(f"{axis} {at.on(axis)}" for axis in axes[:-1])
         tiles.setdefault(row_of, []).append(html.card(f"rank {rank}", body, "alarm" if bad else ""))
     more = html.nothing(f"and {mesh.world_size - MOST_RANKS:,} more") if mesh.world_size > MOST_RANKS else ""
@@ -94,11 +94,6 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
 def _grid(ranks: int, in_row: int) -> str:
     """Class names of a grid: many ranks get small tiles, and rows of eight are not broken at five."""
     return "grid ranks" + " many" * (ranks > FEW_RANKS) + " eights" * (in_row % 8 == 0)
-
-
-def _weights(row: dict[str, Any]) -> str:
-    """The bytes that a rank holds; number and unit stay on one line."""
-    return words.in_bytes(row.get("weight_bytes", 0)).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _links(snapshot: Snapshot) -> str:

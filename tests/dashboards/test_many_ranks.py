@@ -74,6 +74,13 @@ def test_amounts_name_their_unit_once() -> None:
     assert words.of_total(1536, 4096, "B") == "1.50 KiB of 4.00 KiB"
 
 
+def test_a_number_stays_with_its_unit_and_apart_from_words() -> None:
+    said = html.with_units("3 parameters, 5.90 MiB at 1.2 GiB/s, 95 % in 1.1 s, KL 4.6e-13 nat <b>")
+    whole = re.findall(r'<span class="whole">([^<]*)</span>', said)
+    assert whole == ["5.90 MiB", "1.2 GiB/s", "95 %", "1.1 s", "4.6e-13 nat"]
+    assert said.endswith("&lt;b&gt;")
+
+
 def test_figures_in_words_stand_right_and_long_names_break_where_their_parts_end() -> None:
     shown = html.table([{"measured": html.Figure("4.18 MiB")}])
     assert '<th class="n"' in shown

@@ -304,7 +304,7 @@ def test_the_command_that_is_written_out_has_the_runs_own_mesh(tmp_path: Path) -
     place = f"{tmp_path.name}/a"
     expected = f"firstlight up 'my ckpt' --tp 2 --attention whole --run {place} --detached"
     written = not_yet(snapshot, "Live", "up", "--detached")
-    assert html.said(expected) in re.sub(r'<span class="flag">(--\w+)</span>', r"\1", written)
+    assert html.said(expected) in re.sub(r'<span class="whole">(--\w+)</span>', r"\1", written)
     assert "--tp" not in not_yet(snapshot, "Checkpoint", "scan")
     follower.close()
 
