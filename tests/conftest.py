@@ -14,6 +14,9 @@ pytest_plugins = ("tests.browser",)
 # Before anything imports the libraries that read them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A thread that waits for another sleeps: where more run than there are processors, as in ranks beside each other, one
+# that spins keeps the processor from the one it waits for, and a small product takes milliseconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
