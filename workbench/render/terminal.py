@@ -251,7 +251,7 @@ def says_something(column: str, rows: list[dict[str, Any]]) -> bool:
     values = [row.get(column) for row in rows]
     if column.endswith("_bytes") and not any(values):
         return False
-    return any(value is not None for value in values)
+    return any(value is not None and value != "" for value in values)
 
 
 def _column_groups(columns: list[str], rows: list[dict[str, Any]], width: int) -> list[list[str]]:
