@@ -111,8 +111,9 @@ def usually(wish: Wish, device_type: str, faster: Collection[str] = ()) -> Keep:
         return Keep(frozenset(("expert",)), why)
     kinds = frozenset(faster)
     why = (
-        f"experts stay packed, and linear layers in {_listed(kinds)}, which this CPU multiplies by faster than by "
-        "plain numbers; linear layers in other codes are unpacked"
+        f"experts stay packed, and linear layers in {_listed(kinds)}, which this CPU multiplies one or two tokens by "
+        "faster than by plain numbers, but 4 to 16 at once not (--packed never); linear layers in other codes are "
+        "unpacked"
     )
     return Keep(ROLES, why, kinds)
 

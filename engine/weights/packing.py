@@ -241,7 +241,7 @@ def _awq(weight: Floats, how: Awq, _: np.random.Generator) -> tuple[Parts, Float
 def _gptq(weight: Floats, how: Gptq, draw: np.random.Generator) -> tuple[Parts, Floats]:
     block, most = (1, how.group), (1 << how.bits) - 1
     order, arranged, back = _ordered(weight, how.group, how.ordered and how.group != WHOLE, draw)
-    codes, scales, zeros = _whole_numbers(arranged, block, 0, most, False, "F16")
+    codes, scales, zeros = _whole_numbers(arranged, block, 0, most, how.symmetric, "F16")
     zeros = np.clip(zeros, how.zero_offset, most)
     each, zero = (spread(numbers, block, arranged.shape) for numbers in (scales, zeros))
     codes = np.clip(np.round(arranged / each) + zero, 0, most).astype(np.int64)

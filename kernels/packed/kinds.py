@@ -22,9 +22,11 @@ FASTER = frozenset(
 )  # fmt: skip
 """Kinds by which `native` multiplies a row faster than by plain bfloat16, which is read from memory.
 
-Of a weight of 2048 x 4096 a row takes 0.52 (int4, a scale a row) to 0.88 (e5m2) of its time, E4M3 0.95 to 1.08, orders
-0.95 and more; 4 rows at once take 0.87 to 1.24, 16 take 0.95 to 1.32 (AMD EPYC with AVX512-BF16, two threads, torch
-2.13, side by side, 2026-11-30).
+Of a weight of 2048 x 4096 a row takes 0.5 (int4, a scale a row) to 0.9 (e5m2) of its time, E4M3 0.95 to 1.2, orders
+0.95 and more; 2 rows at once take 0.56 to 0.97, 4 rows 1.0 to 1.4, 8 rows 0.95 to 1.4, 16 rows 1.1 to 1.45, 32 rows
+0.95 to 1.12: only from 4 rows on are plain products bound by computing (AMD EPYC with AVX512-BF16, two threads, torch
+2.13, side by side, best times, `python -m tests.benchmarks.bench_packed`, 2026-11-30, other work on the machine).
+Whoever serves batches of 4 to 16 is better off without, which `--packed never` says: how many come nobody knows before.
 """
 
 CPU_FLAGS = frozenset(("avx512_bf16", "avx512bw", "avx512dq", "avx512vl"))  # that `native` computes by vectors with

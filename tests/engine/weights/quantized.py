@@ -52,7 +52,7 @@ FORMATS: dict[str, Format] = {
     "gptq-int3": Gptq(bits=3, group=32),
     "gptq-int6-v2": Gptq(bits=6, group=WHOLE, zero_offset=0, ordered=False),
     "gptq-int2-v2": Gptq(bits=2, group=32, zero_offset=0),
-    "gptq-plain": Gptq(group=32, ordered=False),
+    "gptq-plain": Gptq(group=32, ordered=False, symmetric=True),
 }
 
 
