@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal, what_is
+from firstlight.engine.findings import Finding, fatal, what_is
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
@@ -58,8 +58,7 @@ def plan(
     once or, for throughput, as many as fit. `exchange`: how tokens meet experts of other ranks. `attention`: of the
     layouts that are looked for, where no mesh says it. `full_window`: windowed layers keep the whole context, as the
     engine does. `source`: a checkpoint's directory or a configuration alone (`data/models/*.json`, or the name of one).
-    The report fails when the layout does not fit. Raises `Refused` when the
-    wish is impossible or the source is none.
+    The report fails when the layout does not fit. Raises `Refused` when the wish is impossible or the source is none.
     """
     name, config = read_config(source)
     draft = Draft("plan", name)
@@ -89,14 +88,18 @@ def plan(
     draft.title = f"{name} on {cluster.describe()}, {found.mesh.describe()}"
     _verdict(draft, found)
     if not isinstance(stored, Plain):
-        loaded_bytes, finding = resident_finding(spec, stored, found, cache_dtype, full_window)
-        draft.metric("loaded_weight_bytes_per_device", loaded_bytes, "B", "as this engine holds them")
-        if loaded_bytes != found.weight_bytes_per_device:
-            draft.find(finding)
+        _unpacked(draft, found, *resident_finding(spec, stored, found, cache_dtype, full_window))
     draft.metric("tensors", tensor_count(spec, matcher.rules, stored), "tensors", "without extra prediction layers")
     _figures(draft, found)
     _tables(draft, spec, found, exchange)
     return draft.close()
+
+
+def _unpacked(draft: Draft, found: Plan, loaded_bytes: int, finding: Finding) -> None:
+    """What quantized weights take in this engine, where that is more than what is stored."""
+    draft.metric("loaded_weight_bytes_per_device", loaded_bytes, "B", "as this engine holds them")
+    if loaded_bytes != found.weight_bytes_per_device:
+        draft.find(finding)
 
 
 def read_config(source: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:

@@ -44,16 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, session: Session) -> Report:
     mesh = options.mesh_of(arguments)
-    if arguments.hosts is not None:
-        raise Refused(
-            fatal(
-                "usage",
-                "load reads on this machine alone, not on other hosts",
-                expected="no --hosts",
-                found=f"--hosts {','.join(arguments.hosts)}",
-                next="leave --hosts out, or start load on every host through a launcher (torchrun)",
-            )
-        )
+    _refuse_elsewhere(arguments)
     if arguments.rank is not None:
         from firstlight.workbench.one_rank import one_rank
 
@@ -69,16 +60,6 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
             progress=session.progress("load"),
         )
         return _with_unused(report, arguments)
-    if arguments.layers is not None or arguments.forward:
-        raise Refused(
-            fatal(
-                "usage",
-                "--layers and --forward are of one rank",
-                expected="--rank R",
-                found="no rank",
-                next="add --rank",
-            )
-        )
     from firstlight.workbench.load import load
 
     report = load(
@@ -94,6 +75,30 @@ def run(arguments: argparse.Namespace, session: Session) -> Report:
         progress=session.progress("load"),
     )
     return _with_unused(report, arguments)
+
+
+def _refuse_elsewhere(arguments: argparse.Namespace) -> None:
+    """Other hosts read nothing for `load`, and without a rank there are no layers of one."""
+    if arguments.hosts is not None:
+        raise Refused(
+            fatal(
+                "usage",
+                "load reads on this machine alone, not on other hosts",
+                expected="no --hosts",
+                found=f"--hosts {','.join(arguments.hosts)}",
+                next="leave --hosts out, or start load on every host through a launcher (torchrun)",
+            )
+        )
+    if arguments.rank is None and (arguments.layers is not None or arguments.forward):
+        raise Refused(
+            fatal(
+                "usage",
+                "--layers and --forward are of one rank",
+                expected="--rank R",
+                found="no rank",
+                next="add --rank",
+            )
+        )
 
 
 def _with_unused(report: Report, arguments: argparse.Namespace) -> Report:

@@ -106,12 +106,35 @@ def engine(parser: argparse.ArgumentParser) -> None:
     """Everything an engine is started with."""
     mesh(parser)
     group = parser.add_argument_group("engine")
+    _device(group)
+    _limits(group)
+    _weights(group)
+    group.add_argument(
+        "--hosts",
+        metavar="A,B",
+        type=hosts,
+        help="nodes of a Ray cluster for the ranks, a cluster file that names them, or auto (default: this machine)",
+    )
+    group.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads of all ranks together (default: one a core)"
+    )
+    group.add_argument(
+        "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
+    )
+
+
+def _device(group: argparse._ArgumentGroup) -> None:
+    """What ranks compute on, and in which numbers."""
     group.add_argument(
         "--dtype", type=dtype, metavar="D", default="auto", help="auto (the checkpoint's), bf16, f16, f32"
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
     group.add_argument("--backend", choices=tuple(BACKEND_DEVICES), default="auto", help="gloo for CPUs, nccl for GPUs")
     group.add_argument("--device-ids", metavar="I,J", type=device_ids, help="the GPUs to use, by number")
+
+
+def _limits(group: argparse._ArgumentGroup) -> None:
+    """How much is computed at once, and kept."""
     group.add_argument(
         "--max-context",
         type=positive,
@@ -124,6 +147,10 @@ def engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--page-size", type=positive, metavar="N", help="tokens of a page of the cache")
     group.add_argument("--num-pages", type=positive, metavar="N", help="pages of the cache per replica")
+
+
+def _weights(group: argparse._ArgumentGroup) -> None:
+    """Which weights are in memory, and how."""
     group.add_argument(
         "--residency",
         choices=("resident", "streamed", "experts"),
@@ -144,18 +171,6 @@ def engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="keep quantized weights packed where an operator multiplies by them so; auto: on CPUs experts, and linear "
         "layers in codes that are multiplied by faster than plain numbers, or all where the rest has no room unpacked",
-    )
-    group.add_argument(
-        "--hosts",
-        metavar="A,B",
-        type=hosts,
-        help="nodes of a Ray cluster for the ranks, a cluster file that names them, or auto (default: this machine)",
-    )
-    group.add_argument(
-        "--threads", type=positive, metavar="N", help="CPU threads of all ranks together (default: one a core)"
-    )
-    group.add_argument(
-        "--operator", action="append", metavar="OP=NAME", type=operator, help="force an implementation of an operator"
     )
 
 

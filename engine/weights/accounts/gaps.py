@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 
@@ -151,52 +151,76 @@ def scale_findings(
     alone = [name for name, owner in scales.items() if owner not in consumed]
     plain = [name for name in paired if tensors[scales[name]].dtype in FLOATS]
     unannounced = [name for name in paired if tensors[scales[name]].dtype not in FLOATS]
-    for names in Listed(plain).by_pattern().values():
+    yield from _beside_plain(plain, scales, tensors)
+    if unannounced:
+        yield _unannounced(unannounced, scales, tensors)
+    yield from _without_tensor(alone, lone, tensors)
+    if unannounced:  # what is announced has been held against its scales already
+        yield from _without_scale(consumed, set(scales.values()), tensors)
+
+
+def _beside_plain(
+    names: Sequence[str], scales: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """Scales of tensors whose numbers stand for themselves."""
+    for alike in Listed(names).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{names.range}: "
-            + several(len(names), "scale beside a tensor that is", "scales beside tensors that are")
+            f"{alike.range}: "
+            + several(len(alike), "scale beside a tensor that is", "scales beside tensors that are")
             + " not quantized",
-            file=tensors[names[0]].file,
-            **listing(names),
+            file=tensors[alike[0]].file,
+            **listing(alike),
             expected="quantized tensors",
-            found=f"tensors in {tensors[scales[names[0]]].dtype}",
+            found=f"tensors in {tensors[scales[alike[0]]].dtype}",
             next="fetch the release again: scales and tensors belong to different copies",
         )
-    if unannounced:
-        yield fatal(
-            "unsupported-format",
-            f"{shown(unannounced)}: {several(len(unannounced), 'scale of a tensor', 'scales of tensors')} that "
-            "config.json does not announce",
-            file=tensors[unannounced[0]].file,
-            **listing(unannounced),
-            expected="a quantization_config that says how they are stored",
-            found="tensors in " + ", ".join(sorted({tensors[scales[name]].dtype for name in unannounced})),
-            next="fetch the release's own config.json; how tensors are quantized is not guessed",
-        )
-    for names in Listed(alone, lone).by_pattern().values():
+
+
+def _unannounced(names: Sequence[str], scales: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Finding:
+    """Scales of quantized tensors of which the configuration says nothing."""
+    return fatal(
+        "unsupported-format",
+        f"{shown(names)}: {several(len(names), 'scale of a tensor', 'scales of tensors')} that config.json does not "
+        "announce",
+        file=tensors[names[0]].file,
+        **listing(names),
+        expected="a quantization_config that says how they are stored",
+        found="tensors in " + ", ".join(sorted({tensors[scales[name]].dtype for name in names})),
+        next="fetch the release's own config.json; how tensors are quantized is not guessed",
+    )
+
+
+def _without_tensor(
+    names: Sequence[str], lone: Iterable[Group], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """Scales of nothing: `names`, and whole groups."""
+    for alike in Listed(names, lone).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{names.range}: "
+            f"{alike.range}: "
             + several(
-                len(names), "scale without the tensor it belongs to", "scales without the tensors they belong to"
+                len(alike), "scale without the tensor it belongs to", "scales without the tensors they belong to"
             ),
-            file=tensors[names[0]].file,
-            **listing(names),
-            expected=f"a tensor {next(owners(names[0]))}",
+            file=tensors[alike[0]].file,
+            **listing(alike),
+            expected=f"a tensor {next(owners(alike[0]))}",
             found="the scale alone",
             next="fetch the shard that holds the tensor, or the index that lists it",
         )
-    owned = set(scales.values())
-    # What is announced has been held against its scales already.
-    among = consumed if unannounced else ()
-    bare = [name for name in among if tensors[name].dtype.startswith("F8_E") and name not in owned]
-    for names in Listed(bare).by_pattern().values():
+
+
+def _without_scale(
+    consumed: Iterable[str], owned: Collection[str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Finding]:
+    """8-bit tensors without a scale, where others have one: `owned`."""
+    bare = [name for name in consumed if tensors[name].dtype.startswith("F8_E") and name not in owned]
+    for alike in Listed(bare).by_pattern().values():
         yield fatal(
             "unpaired-scale",
-            f"{names.range}: {several(len(names), 'quantized tensor', 'quantized tensors')} without a scale",
-            file=tensors[names[0]].file,
-            **listing(names),
+            f"{alike.range}: {several(len(alike), 'quantized tensor', 'quantized tensors')} without a scale",
+            file=tensors[alike[0]].file,
+            **listing(alike),
             expected="a scale for each, as other tensors have",
             found="none",
             next="fetch the shard that holds the scale; a scale of one is never put in its place",
