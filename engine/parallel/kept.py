@@ -112,8 +112,7 @@ def usually(wish: Wish, device_type: str, faster: Collection[str] = ()) -> Keep:
     kinds = frozenset(faster)
     why = (
         f"experts stay packed, and linear layers in {_listed(kinds)}, which this CPU multiplies one or two tokens by "
-        "faster than by plain numbers, but 4 to 16 at once not (--packed never); linear layers in other codes are "
-        "unpacked"
+        "faster than by plain numbers, but 16 at once not (--packed never); linear layers in other codes are unpacked"
     )
     return Keep(ROLES, why, kinds)
 

@@ -53,7 +53,7 @@ MODEL: Mapping[str, Any] = {
 }
 STORED: Mapping[str, Mapping[str, Any]] = {
     "AWQ int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
-    "GPTQ int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "GPTQ int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
     "NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     "MXFP4": {"quant_method": "modelopt", "quant_algo": "MXFP4", "ignore": ["lm_head"]},
     "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
