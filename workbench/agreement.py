@@ -395,10 +395,8 @@ def _pictures(reader: _Reader, config: Mapping[str, Any]) -> Iterator[Finding]:
         own, other = ours.get(key), theirs.get(their_key)
         if own is not None and other is not None and own != other:
             yield _unequal(name, key, own, f"{their_key} {other}")
-    side, made = _integer(vision.get("image_size")), _output_side(images)
-    if side is not None and made is not None and made != (side, side):
-        yield _unequal(file, "the size of pictures", f"{made[0]} x {made[1]}", f"image_size {side}")
-    patch = _integer(vision.get("patch_size"))
+    yield from unlike_tower(config, images, file)
+    side, patch = (_integer(vision.get(key)) for key in ("image_size", "patch_size"))
     if side and patch and side % patch:
         yield _clash(
             "config.json",
@@ -407,6 +405,15 @@ def _pictures(reader: _Reader, config: Mapping[str, Any]) -> Iterator[Finding]:
             f"{side}",
             "check both against the model's release",
         )
+
+
+def unlike_tower(config: Mapping[str, Any], images: Mapping[str, Any], file: str) -> Iterator[Finding]:
+    """Pictures that leave the processor in another size than the vision tower takes; `images`: its constants."""
+    vision = config.get("vision_config")
+    side = _integer(vision.get("image_size")) if isinstance(vision, Mapping) else None
+    made = _output_side(images)
+    if side is not None and made is not None and made != (side, side):
+        yield _unequal(file, "the size of pictures", f"{made[0]} x {made[1]}", f"image_size {side}")
 
 
 def _output_side(images: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -251,9 +251,9 @@ def _tell(draft: Draft, recorder: _Recorder, said: list[str]) -> None:
     for reason in said:
         if reason.startswith(UNSEEN):
             draft.check("pictures are traced as well", None, detail=reason)
-    for what in ("flops", "bytes"):
+    for name, what, words in (("native_flops", "flops", "arithmetic"), ("native_bytes_moved", "bytes", "bytes moved")):
         native = 100 * sum(row[f"share_of_{what}"] for row in rows if row["status"] == "native")
-        draft.metric(f"native_{what}", native, "%", f"of one pass over {TOKENS} tokens; the rest runs in torch")
+        draft.metric(name, native, "%", f"of the {words} of one pass over {TOKENS} tokens; the rest runs in torch")
     gaps = dict.fromkeys(f"{row['operator']} in {row['module']}" for row in rows if row["status"] == "fallback")
     draft.metric("gaps", len(gaps), "operators", f"in torch alone: {', '.join(list(gaps)[:4])}" if gaps else "")
     draft.table("operator_coverage", rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -134,10 +134,18 @@ def differences(mine: Manifest, other: Manifest) -> Iterator[Finding]:
     """What this checkpoint has otherwise than the manifest says; fatal for tensors, a warning for side files."""
     absent = [name for name in other.tensors if name not in mine.tensors]
     extra = [name for name in mine.tensors if name not in other.tensors]
+    called = _called_otherwise(absent, extra, mine, other)
+    absent, extra = (
+        [name for name in names if name not in taken] for names, taken in zip((absent, extra), called, strict=True)
+    )
     both = [(name, mine.tensors[name], entry) for name, entry in other.tensors.items() if name in mine.tensors]
     form = [name for name, own, entry in both if (own.dtype, own.shape) != (entry.dtype, entry.shape)]
     other_form = set(form)
     contents = [name for name, own, entry in both if own.sha256 != entry.sha256 and name not in other_form]
+    if called[0]:
+        name, here = next(iter(called[0].items()))
+        way = "rename the tensors, if only names are to differ: what they hold is right"
+        yield _differs(list(called[0].values()), "are called otherwise than in the manifest", name, here, way)
     if absent:
         yield _differs(absent, "are in the manifest and not here", "in the manifest", "absent")
     if extra:
@@ -147,7 +155,9 @@ def differences(mine: Manifest, other: Manifest) -> Iterator[Finding]:
         yield _differs(form, "have another dtype or shape than in the manifest", _form(entry), _form(own))
     if contents:
         own, entry = mine.tensors[contents[0]], other.tensors[contents[0]]
-        yield _differs(contents, "have other contents than in the manifest", entry.sha256, own.sha256)
+        owner = next((name for name, there in other.tensors.items() if there == own), None)
+        found = own.sha256 + (f", the contents of {owner} there" if owner is not None else "")
+        yield _differs(contents, "have other contents than in the manifest", entry.sha256, found)
     yield from _file_differences(mine.files, other.files)
 
 
@@ -155,14 +165,39 @@ def _form(entry: Entry) -> str:
     return f"{entry.dtype} {list(entry.shape)}"
 
 
-def _differs(names: list[str], how: str, expected: str, found: str) -> Finding:
+def _called_otherwise(
+    absent: Sequence[str], extra: Sequence[str], mine: Manifest, other: Manifest
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What is here under another name, by the manifest's names and by ours; contents that occur twice tell nothing."""
+    there, here = (_once(names, of_it) for names, of_it in ((absent, other), (extra, mine)))
+    both = {name: here[entry] for entry, name in there.items() if entry in here}
+    return both, {own: name for name, own in both.items()}
+
+
+def _once(names: Iterable[str], manifest: Manifest) -> dict[tuple[str, tuple[int, ...], str], str]:
+    """Names by what they hold, of what occurs once."""
+    found: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name in names:
+        entry = manifest.tensors[name]
+        found.setdefault((entry.dtype, entry.shape, entry.sha256), []).append(name)
+    return {key: of_it[0] for key, of_it in found.items() if len(of_it) == 1}
+
+
+def _differs(
+    names: list[str],
+    how: str,
+    expected: str,
+    found: str,
+    next: str = "fetch the files that hold these tensors again, or find out which of the two copies is right",
+) -> Finding:
+    how = how.replace("have ", "has ").replace("are ", "is ") if len(names) == 1 else how
     return fatal(
         "manifest-mismatch",
         f"{several(len(names), 'tensor', 'tensors')} {how}: {names[0]}{' first' if len(names) > 1 else ''}",
         tensors=tuple(names),
         expected=expected,
         found=found,
-        next="fetch the files that hold these tensors again, or find out which of the two copies is right",
+        next=next,
     )
 
 

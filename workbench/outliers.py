@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from firstlight.engine.findings import Finding, warning
+from firstlight.engine.findings import Finding, several, warning
 from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
 from firstlight.workbench.deep import TensorReading
 
@@ -97,7 +97,8 @@ def _odd(pattern: str, odd: Sequence[TensorReading], how: str, found: str, expec
     names = tuple(reading.tensor for reading in odd)
     return warning(
         "odd-scale",
-        f"{with_numbers(pattern, numbers(pattern, names))}: {len(names):,} of these tensors are {how}",
+        f"{with_numbers(pattern, numbers(pattern, names))}: "
+        f"{several(len(names), 'of these tensors is', 'of these tensors are')} {how}",
         tensors=names,
         expected=expected,
         found=found,

@@ -24,7 +24,7 @@ from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
 from firstlight.engine.weights.names.stock import Kind, by_dtype, stock
 from firstlight.workbench import fallback_rungs
-from firstlight.workbench.agreement import disagreements
+from firstlight.workbench.agreement import disagreements, unlike_tower
 from firstlight.workbench.contradictions import contradictions, embedding_rows
 from firstlight.workbench.describe import layer_rows, operator_rows
 from firstlight.workbench.fallback import remote_code
@@ -278,8 +278,10 @@ def _contradictions(draft: Draft, checkpoint: Checkpoint, kinds: Sequence[Kind])
     """What a family has said already, in the same words, is not said twice."""
     said = [finding.message.split(";")[0] for finding in draft.findings]
     whole = not any(finding.severity == "fatal" for finding in checkpoint.findings)
-    found = contradictions(checkpoint.config, kinds, whole)
+    found = tuple(contradictions(checkpoint.config, kinds, whole))
     draft.find(finding for finding in found if finding.message.split(";")[0] not in said)
+    if wrong := [finding.message for finding in found if finding.severity == "fatal"]:
+        draft.check("config.json agrees with itself", False, value=len(wrong), limit=0, unit="keys", detail=wrong[0])
 
 
 def _side_files(draft: Draft, checkpoint: Checkpoint, rows: int | None, sees: bool) -> None:
@@ -296,16 +298,20 @@ def _constants(draft: Draft, checkpoint: Checkpoint) -> None:
     try:
         found = read_constants(checkpoint.path(""))
     except Refused as refused:  # what forbids pictures is a warning for what needs none; absent files are said already
-        said = {finding.file for finding in draft.findings}
-        draft.find(
-            msgspec.structs.replace(finding, severity="warning")
+        said = {(finding.code, finding.file) for finding in draft.findings}
+        softened = (
+            msgspec.structs.replace(finding, severity="warning", file=Path(finding.file or "").name)
             for finding in refused.findings
-            if Path(finding.file or "").name not in said
         )
+        draft.find(finding for finding in softened if (finding.code, finding.file) not in said)
         return
     rows = ({"constant": one.name, "value": str(one.value), "source": one.source} for one in found.constants)
     draft.table("constants", rows)
-    draft.find(found.findings)
+    file = Path(found.file).name
+    draft.find(msgspec.structs.replace(finding, file=Path(finding.file or file).name) for finding in found.findings)
+    messages = {finding.message for finding in draft.findings}  # with defaults of the class, which no file states
+    unlike = unlike_tower(checkpoint.config, found.values, file)
+    draft.find(finding for finding in unlike if finding.message not in messages)
 
 
 def _deep(

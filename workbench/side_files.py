@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import Finding, note, warning
+from firstlight.engine.findings import Finding, note, warning, what_is
 from firstlight.engine.inputs import side_files
 
 
@@ -45,7 +45,7 @@ def absent_side_files(directory: str | os.PathLike[str], sees: bool) -> tuple[Fi
 
 
 def _absent(directory: Path, file: str, purpose: str) -> Finding:
-    is_optional = file == side_files.GENERATION_CONFIG
+    is_optional, there = file == side_files.GENERATION_CONFIG, what_is(directory / file)
     return (note if is_optional else warning)(
         "missing-side-file",
         f"no {file}: stop tokens come from config.json and the tokenizer"
@@ -53,6 +53,6 @@ def _absent(directory: Path, file: str, purpose: str) -> Finding:
         else f"no {file}: what needs it ({purpose}) will be refused",
         file=file,
         expected=file,
-        found="absent",
+        found="absent" if there == "nothing of that name" else there,
         next=f"fetch it from the release into {directory}",
     )

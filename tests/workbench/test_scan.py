@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,3 +198,36 @@ def test_deep_hashes_every_tensor_and_finds_what_is_not_finite(copy: Get) -> Non
     assert failed(report) == ["every value is finite"]
     (check,) = [c for c in report.checks if c.status == "failed"]
     assert check.detail == "model.norm.weight (1 NaN, 2 infinite)"
+
+
+def test_experts_whose_numbers_have_zeros_before_them_are_others(copy: Get) -> None:
+    home = copy("qwen3_moe-bf16")
+
+    def spell(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts.3." in name]:
+            tensors[name.replace(".3.", ".003.")] = tensors.pop(name)
+
+    report = scan(changed(home, spell))
+    assert failed(report) == ["every tensor is accounted for", "every parameter is filled"]
+    ways = {str(one.next) for one in report.findings if one.code == "missing-tensor"}
+    assert any("perhaps model.layers.0.mlp.experts.003.up_proj.weight" in way for way in ways)
+
+
+def test_a_key_that_cannot_be_fails_a_check(copy: Get) -> None:
+    home = copy("qwen3_moe-bf16")
+    edit_config(home, num_experts_per_tok=9)
+    assert failed(scan(home)) == ["config.json agrees with itself"]
+
+
+@pytest.mark.parametrize(
+    ("constants", "words"),
+    [
+        ({"crop_size": 336}, "the size of pictures is 336 x 336"),
+        ({"crop_size": 12, "patch_size": 9, "image_std": [0.0, 0.5, 0.5]}, "image_std of preprocessor_config.json"),
+    ],
+)
+def test_constants_that_pictures_cannot_have(constants: dict[str, Any], words: str, copy: Get) -> None:
+    home = copy("llava-clip")
+    stated = {"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (home / "preprocessor_config.json").write_text(json.dumps({**stated, "size": {"shortest_edge": 12}, **constants}))
+    assert any(words in finding.message for finding in scan(home).findings)

@@ -191,10 +191,11 @@ def test_another_cut_of_the_same_weights_is_equal(home: Path, tmp_path: Path) ->
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "one bit": (lambda t: np.asarray(t[NORM]).view(np.uint32).__setitem__(3, 0x3F800001), "have other contents"),
-    "a dtype": (lambda t: t.update({NORM: np.asarray(t[NORM]).astype(np.float64)}), "have another dtype or shape"),
-    "a tensor less": (lambda t: t.pop(NORM), "are in the manifest and not here"),
-    "a tensor more": (lambda t: t.update({"x": np.ones(2)}), "are here and not in the manifest"),
+    "one bit": (lambda t: np.asarray(t[NORM]).view(np.uint32).__setitem__(3, 0x3F800001), "has other contents"),
+    "a dtype": (lambda t: t.update({NORM: np.asarray(t[NORM]).astype(np.float64)}), "has another dtype or shape"),
+    "a tensor less": (lambda t: t.pop(NORM), "is in the manifest and not here"),
+    "a tensor more": (lambda t: t.update({"x": np.ones(2)}), "is here and not in the manifest"),
+    "a name": (lambda t: t.update({"x": t.pop(NORM)}), "is called otherwise than in the manifest: x"),
 }
 
 
@@ -209,7 +210,17 @@ def test_what_is_otherwise_is_named(change: str, home: Path, tmp_path: Path) -> 
     assert finding.severity == "fatal"
     assert words in finding.message
     assert finding.expected != finding.found
-    assert finding.tensors == (("x",) if change == "a tensor more" else (NORM,))
+    assert finding.tensors == (("x",) if change in ("a tensor more", "a name") else (NORM,))
+
+
+def test_tensors_that_changed_places_are_told_by_what_they_hold(home: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    scan(home, manifest=manifest)
+    one, other = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    report = scan(changed(home, lambda t: t.update({one: t[other], other: t[one]})), against=manifest)
+    (finding,) = of(report, "manifest-mismatch")
+    assert finding.tensors == (one, other)
+    assert str(finding.found).endswith(f", the contents of {other} there")
 
 
 def test_a_side_file_that_is_otherwise_is_a_warning(home: Path, tmp_path: Path) -> None:

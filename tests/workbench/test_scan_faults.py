@@ -267,6 +267,32 @@ FAULTS: Mapping[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "a dtype that nothing computes in": (
         lambda h: config(h, dtype="float8_e4m3fn"), 0, "config-invalid", "is no dtype that is computed in"
     ),
+    "layers whose numbers have zeros before them": (
+        lambda h: header(h, lambda v: v.update({k.replace("rs.2.", "rs.002."): v.pop(k) for k in list(v)})),
+        1, "unconsumed-tensor", "model.layers.002.",
+    ),
+    "a shard that was never written": (
+        lambda h: last(h).write_bytes(bytes(999)), 1, "not-safetensors", "it was never written"
+    ),
+    "a shard of words": (
+        lambda h: last(h).write_text("Access to this model is restricted."), 1, "not-safetensors", "'Access to this m'"
+    ),
+    "a link behind a link": (
+        lambda h: [
+            (h / "in").symlink_to(shutil.copytree(h, h.parent / "out")), last(h).unlink(),
+            (h / "model-00002-of-00002.safetensors").symlink_to(f"in/{last(h.parent / 'out').name}"),
+        ],
+        0, "unsafe-file", "out of the directory",
+    ),
+    "a configuration from elsewhere": (
+        lambda h: (h / "config.json").symlink_to((h / "config.json").rename(h.parent / "config.json")),
+        0, "unsafe-file", "config.json ->",
+    ),
+    "a tokenizer that is a pipe": (lambda h: os.mkfifo(h / "tokenizer.json"), 0, "missing-side-file", "a pipe"),
+    "a rotary base in two older places": (
+        lambda h: config(h, rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "default", "rope_theta": 5e5}),
+        0, "conflicting-flag", "rope_theta and rope_scaling.rope_theta disagree; rope_scaling is used",
+    ),
     "nothing": (only, 2, "missing-side-file", "an empty directory"),
 }  # fmt: skip
 

@@ -81,15 +81,17 @@ def rope(
 
 def _base(config: Config, new: Any, old: Any, outer: Any, default: float) -> float:
     """The rotary base: of `rope_parameters`, of `rope_scaling`, or of the key beside them; conflicts are reported."""
-    if outer is not None and new is not None and float(outer) != float(new):
-        config.warn(
-            "conflicting-flag",
-            "rope_theta and rope_parameters.rope_theta disagree; rope_parameters is used",
-            expected=f"rope_parameters.rope_theta = {new}",
-            found=f"rope_theta = {outer}",
-            next="verify at positions beyond 4,000, where a wrong base shows",
-        )
-    stated = next((float(value) for value in (new, old, outer) if value is not None), None)
+    places = (("rope_parameters.rope_theta", new), ("rope_scaling.rope_theta", old), ("rope_theta", outer))
+    (used, stated), *others = [(where, value) for where, value in places if value is not None] or [("", None)]
+    for where, value in others:
+        if float(value) != float(stated):
+            config.warn(
+                "conflicting-flag",
+                f"{where} and {used} disagree; {used.partition('.')[0]} is used",
+                expected=f"{used} = {stated}",
+                found=f"{where} = {value}",
+                next="verify at positions beyond 4,000, where a wrong base shows",
+            )
     if stated is None:
         config.warn(
             "config-invalid",
@@ -98,7 +100,7 @@ def _base(config: Config, new: Any, old: Any, outer: Any, default: float) -> flo
             found="absent",
             next="check the release's config.json; verify at long positions",
         )
-    return config.positive("rope_theta", default if stated is None else stated)
+    return config.positive("rope_theta", default if stated is None else float(stated))
 
 
 def _rotated_share(config: Config, fields: Mapping[str, Any], partial: float | None) -> float:

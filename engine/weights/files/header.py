@@ -274,12 +274,18 @@ def _parse(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:
 def _not_json(file: str, text: bytearray, problem: str) -> Finding:
     return fatal(
         "header-invalid",
-        f"the header of {file} is not valid: {problem.removeprefix('JSON is malformed: ')}",
+        f"the header of {file} is not valid: {_of_json(text, problem)}",
         file=file,
         expected="JSON of tensor name -> dtype, shape, data_offsets",
         found=repr(bytes(text[:60])),
         next="fetch the file again",
     )
+
+
+def _of_json(text: bytearray, problem: str) -> str:
+    if "truncated" in problem:
+        return f"{several(len(text), 'byte is', 'bytes are')} no whole JSON text"
+    return problem.removeprefix("JSON is malformed: ")
 
 
 def _parse_closely(file: str, text: bytearray) -> tuple[_Entries, list[Finding]]:

@@ -22,6 +22,10 @@ _MAGIC = {
     b"\x89HDF": "an HDF5 file",
     b"\x93NUMPY": "a numpy array",
     b"\x1f\x8b": "a gzip archive",
+    b"\xfd7zX": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"BZh": "a bzip2 archive",
+    b"7z\xbc\xaf": "a 7-zip archive",
     b"version https": "a Git LFS pointer: the weights themselves were not fetched",
     b"<!": "a web page: a download that went wrong",
     b"<htm": "a web page: a download that went wrong",
@@ -41,7 +45,7 @@ def refuse_other_formats(file: str, start: bytes, size: int, length: int) -> Non
     if size < 10 and start[8:9] != b"{":
         raise Refused(foreign(file, f"{size} bytes in all" if size else "an empty file"))
     if start[8:9] != b"{":
-        raise Refused(foreign(file, f"byte 9 is {start[8:9]!r}"))
+        raise Refused(foreign(file, _unknown(start)))
     raise Refused(
         fatal(
             "header-too-large",
@@ -52,6 +56,15 @@ def refuse_other_formats(file: str, start: bytes, size: int, length: int) -> Non
             next="fetch the file again; its first eight bytes are not a sane length",
         )
     )
+
+
+def _unknown(start: bytes) -> str:
+    """What is seen of a file that begins like no format known here."""
+    if not start.strip(b"\0"):
+        return f"its first {len(start)} bytes are zeros: it was never written"
+    if start.isascii() and start.decode().replace("\n", " ").isprintable():
+        return f"it begins with the words {start.decode()!r}: a download that went wrong"
+    return f"byte 9 is {start[8:9]!r}"
 
 
 def foreign(file: str, found: str) -> Finding:

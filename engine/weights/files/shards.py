@@ -30,6 +30,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapters.safetensors")  # of peft and 
 CONSOLIDATED = "consolidated"  # how the file names of a vendor's own second copy begin
 FORK = "._"  # how the names of macOS's attributes of a file begin
 _UNFINISHED = (".incomplete", ".part", ".partial", ".tmp", ".aria2", ".crdownload", ".download")
+_TAKEN = (".json", ".jinja", ".model")  # how the names of other files end that are read
 _CONTROL = (".aria2", ".st")  # what downloads that reserve the whole file first keep beside it until they are done
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 _MOST_NAMED = 1000  # absent shards that are named one by one
@@ -51,7 +52,8 @@ def shard_files(directory: Path, names: tuple[str, ...], index: Index | None) ->
     if not files and not findings:
         raise Refused(nothing(directory, names, index))
     unwritten = (*_unfinished(files, names), *_holes(directory, files))
-    return files, [*findings, *unwritten, *_forks(forks), *_unapplied(names), *_links(directory, files)]
+    beside = [name for name in names if name not in files and name.endswith(_TAKEN)]
+    return files, [*findings, *unwritten, *_forks(forks), *_unapplied(names), *_links(directory, [*files, *beside])]
 
 
 def _forks(names: Sequence[str]) -> Iterator[Finding]:
@@ -325,19 +327,18 @@ def _hole(path: Path) -> tuple[int, int] | None:
 
 
 def _links(directory: Path, files: Iterable[str]) -> Iterator[Finding]:
-    """Notes about links that leave the directory, except to blobs of a Hugging Face cache."""
-    homes = (directory, directory.parent.parent / "blobs")
+    """Notes about links that leave the directory at last, except to blobs of a Hugging Face cache."""
+    homes = [os.path.realpath(home) for home in (directory, directory.parent.parent / "blobs")]
     out = []
     for file in files:
-        path = directory / file
-        if path.is_symlink():
-            target = path.parent / path.readlink()
-            if not any(Path(os.path.normpath(target)).is_relative_to(home) for home in homes):
-                out.append((file, str(path.readlink())))
+        if (directory / file).is_symlink():
+            target = Path(os.path.realpath(directory / file))
+            if not any(target.is_relative_to(home) for home in homes):
+                out.append((file, str(target)))
     if out:
         yield note(
             "unsafe-file",
-            f"{several(len(out), 'shard is a link', 'shards are links')} that {'leads' if len(out) == 1 else 'lead'} "
+            f"{several(len(out), 'file is a link', 'files are links')} that {'leads' if len(out) == 1 else 'lead'} "
             f"out of the directory: {out[0][0]} -> {out[0][1]}",
             file=out[0][0],
             expected="files of this directory",

@@ -12,7 +12,7 @@ from firstlight.engine.weights.files.header import dtype_bytes
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.grid import Box, Format
 from firstlight.engine.weights.formats.plain import Plain
-from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme
+from firstlight.engine.weights.formats.scheme import Group, Modules, Scheme, is_expression
 
 QUANTIZED_ROLES = frozenset(("attention", "mlp", "expert"))
 
@@ -142,15 +142,14 @@ def _all_patterns(scheme: Scheme) -> tuple[str, ...]:
 
 
 def _patterns_by_layer(scheme: Scheme) -> dict[str, frozenset[str]]:
-    """By layer, what names it and nothing else, without its number."""
+    """By number, the names that have it as a part, without it: whatever the part before calls the layers."""
     found: dict[str, set[str]] = {}
     for pattern in _all_patterns(scheme):
-        layer = re.search(r"(?:^|\.)layers\.(\d+)(?=\.|$)", pattern)
-        if layer:
-            found.setdefault(layer[1], set()).add(pattern[: layer.start(1)] + "#" + pattern[layer.end(1) :])
+        for number in re.finditer(r"(?:^|(?<=\.))[0-9]+(?=\.|$)", pattern):
+            found.setdefault(number[0], set()).add(pattern[: number.start()] + "#" + pattern[number.end() :])
     return {number: frozenset(patterns) for number, patterns in found.items()}
 
 
 def _has_numbered_expressions(scheme: Scheme) -> bool:
-    """Whether a regular expression speaks of numbers, so that layers cannot be told to be alike."""
-    return any(re.search(r"\d", p) for p in _all_patterns(scheme) if p.startswith("re:") or re.search(r"[\[({\\]", p))
+    """Whether an expression or a glob speaks of numbers, so that layers cannot be told to be alike."""
+    return any(re.search(r"\d", pattern) for pattern in _all_patterns(scheme) if is_expression(pattern))

@@ -26,6 +26,11 @@ _NO_NUMBERS = re.compile(
 _ENDLESS = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")  # (a+)+ takes for ever where it does not match
 
 
+def is_expression(pattern: str) -> bool:
+    """Whether a pattern of module names is more than a plain name."""
+    return pattern.startswith("re:") or _REGEX.search(pattern) is not None
+
+
 class Modules:
     """Patterns of module names: `re:` and a regular expression, a glob, or whole parts of a name.
 
@@ -34,7 +39,7 @@ class Modules:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = tuple(patterns)
-        plain = [p for p in self.patterns if not p.startswith("re:") and not _REGEX.search(p)]
+        plain = [pattern for pattern in self.patterns if not is_expression(pattern)]
         self._literal = frozenset(plain)
         self._lengths = sorted({p.count(".") + 1 for p in plain})
         self._regexes = tuple(_compiled(p) for p in dict.fromkeys(self.patterns) if p not in self._literal)
@@ -121,8 +126,7 @@ def _examples(pattern: str, numbers: Sequence[Sequence[int]]) -> Iterator[str]:
 
 def _any_numbers(pattern: str) -> str:
     """An expression that matches what a pattern matches, and the same with other numbers."""
-    is_plain = not pattern.startswith("re:") and not _REGEX.search(pattern)
-    own = rf"(?:.*\.)?{re.escape(pattern)}(?=\.|$)" if is_plain else _compiled(pattern).pattern
+    own = _compiled(pattern).pattern if is_expression(pattern) else rf"(?:.*\.)?{re.escape(pattern)}(?=\.|$)"
     return ".*" if _NO_NUMBERS.search(own) else _NUMBER.sub("[0-9]+", own)
 
 

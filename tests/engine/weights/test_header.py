@@ -129,8 +129,11 @@ def test_names_may_be_spelt_with_escapes(tmp_path: Path) -> None:
         (b"\x89HDF\r\n\x1a\n" + bytes(50), "HDF5"),
         (b"", "empty"),
         (b"\x02\x00\x00", "3 bytes"),
-        (bytes(4096), "byte 9"),
-        (b"just some text, nothing else", "byte 9"),
+        (bytes(4096), "zeros: it was never written"),
+        (b"just some text, nothing else", "the words 'just some text, '"),
+        (b"\xfd7zXZ\x00" + bytes(50), "xz"),
+        (b"\x28\xb5\x2f\xfd" + bytes(50), "zstd"),
+        (bytes(range(1, 99)), "byte 9"),
     ],
 )
 def test_other_formats_are_named(data: bytes, words: str, tmp_path: Path) -> None:

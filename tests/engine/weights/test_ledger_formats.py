@@ -19,6 +19,7 @@ from firstlight.engine.weights.accounts.wire import ledger_of, plain
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.safetensors_file import Tensor, read
 from firstlight.engine.weights.formats.announced import announced
+from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.engine.weights.ledger import account
 from firstlight.engine.weights.packed import part_names
 from firstlight.engine.weights.packing import pack
@@ -257,3 +258,20 @@ def test_words_of_a_weight_that_the_architecture_turns_round(
     ledger = account(opened, *FAMILIES.describe(opened.config))
     refused = [finding for finding in ledger.findings if finding.code == "unsupported-format"]
     assert any("mixer.o.weight turned round" in finding.message for finding in refused)
+
+
+@pytest.mark.parametrize(
+    ("kept", "are_alike"),
+    [
+        ("transformer.h.3.mlp", False),
+        ("*layers.3*", False),
+        ("model.layers.4.mlp|model.layers.3.mlp", False),
+        ("model.layers.0003.mlp", True),
+        ("model.layers.18446744073709551619.mlp", True),
+        ("lm_head", True),
+    ],
+)
+def test_layers_that_a_configuration_tells_apart_are_planned_apart(kept: str, are_alike: bool) -> None:
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [kept]}
+    stored = stored_format({"quantization_config": method}, "BF16")
+    assert (stored.layer_key(2) == stored.layer_key(3)) == are_alike
