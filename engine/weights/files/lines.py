@@ -77,9 +77,9 @@ def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
     for part in _parts(text, between):
         collapsed, of_part = _collapse(part)
         found = collapsed.split(between)
-        forms, own = counted(found)
-        number = np.array([known.setdefault(form, len(known)) for form in forms], np.int32)
-        fresh = forms if len(known) == len(stars) + len(forms) else tuple(islice(known, len(stars), None))
+        kinds, own = counted(found)
+        number = np.array([known.setdefault(form, len(known)) for form in kinds], np.int32)
+        fresh = kinds if len(known) == len(stars) + len(kinds) else tuple(islice(known, len(stars), None))
         if fresh:
             stars = np.concatenate((stars, [form.count(b"*") for form in fresh]))
         ids.append(number[own])
