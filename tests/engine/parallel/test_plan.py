@@ -375,7 +375,8 @@ def test_it_does_not_fit_and_the_nearest_is_named() -> None:
     assert found.nearest is not None
     assert found.nearest.world_size == found.devices_needed == 9
     assert "nearest that fits: pp 9 on 9 x H200-SXM" in str(finding.next)
-    assert finding.message.startswith("rank 0 needs 121.10 GiB (120.84 weights, 0.27 cache) of 119.85 GiB usable, 101 %")
+    needs = "rank 0 needs 121.10 GiB (120.84 weights, 0.27 cache) of 119.85 GiB usable, 101 %"
+    assert finding.message.startswith(needs)
     assert finding.message.endswith("on tp 8 of 8xH200-SXM")
     assert make_plan(spec, stored, parse_cluster("9xH200"), found.nearest).fits
 
