@@ -17,6 +17,7 @@ from firstlight.engine.findings import Finding, note, several, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.side_files import nested
+from firstlight.engine.inputs.special_tokens import MOST_DIGITS
 from firstlight.engine.weights.files.json_text import keys_twice
 from firstlight.workbench.contradictions import TEXT_LEVELS
 
@@ -164,6 +165,7 @@ def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) 
     found: list[Finding] = []
     if tokens is not None:
         found.extend(_vocabulary(tokens, rows))
+        found.extend(_moved_tokens(tokens, options))
         found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
     elif rows is not None:
         found.extend(_media_beyond(config, rows))
@@ -197,6 +199,34 @@ def _vocabulary(tokens: Tokens, rows: int | None) -> Iterator[Finding]:
             expected=f"at most {rows:,} ids",
             found=f"{tokens.highest + 1:,} ids",
             next="nothing: vocabularies are padded so",
+        )
+
+
+def _moved_tokens(tokens: Tokens, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Added tokens that both files list, under different ids."""
+    decoder = options.get("added_tokens_decoder")
+    if not isinstance(decoder, Mapping):
+        return
+    held = {id_: text for text, id_ in tokens.added.items()}
+    moved: list[tuple[int, str, str]] = []  # id and text there, and what stands here
+    for key, one in decoder.items():
+        text = one.get("content") if isinstance(one, Mapping) else one
+        if not isinstance(text, str) or not key.isdecimal() or len(key) > MOST_DIGITS:
+            continue
+        id_, used = int(key), tokens.id_of(text)
+        if used is not None and used != id_:
+            moved.append((id_, text, f"{text!r} is id {used:,}"))
+        elif used is None and id_ in held:
+            moved.append((id_, text, f"id {id_:,} is {held[id_]!r}"))
+    if moved:
+        id_, text, here = moved[0]
+        count = several(len(moved), "added token has another id", "added tokens have other ids")
+        yield _clash(
+            side_files.TOKENIZER_CONFIG,
+            f"{count} than in {side_files.TOKENIZER}, which is used: {text!r} first",
+            f"{side_files.TOKENIZER}: {here}",
+            f"added_tokens_decoder: id {id_:,} is {text!r}",
+            "fetch both files of one release: the model may have learned the other ids",
         )
 
 

@@ -71,6 +71,16 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "tokenizer.json",
         "1 token has no row in the embedding, '<new>' (9) first",
     ),
+    "added tokens under other ids": (
+        changed("tokenizer_config.json", added_tokens_decoder={"2": "<|end|>", "6": {"content": "<image>"}}),
+        "tokenizer_config.json",
+        "1 added token has another id than in tokenizer.json, which is used: '<image>' first",
+    ),
+    "other added tokens under the same ids": (
+        changed("tokenizer_config.json", added_tokens_decoder={"2": "<|stop|>", "5": {"content": "<pic>"}}),
+        "tokenizer_config.json",
+        "2 added tokens have other ids than in tokenizer.json, which is used: '<|stop|>' first",
+    ),
     "an image token that the tokenizer lacks": (
         {"config.json": {"image_token_id": 77}},
         "config.json",
