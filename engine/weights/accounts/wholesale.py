@@ -370,6 +370,8 @@ def _is_unknown(matcher: Matcher, pattern: str) -> bool:
 
 def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:
     """Whether no rule speaks of the tensors of a kind, which hold weights as they are, or codes in a known format."""
+    if "*" not in kind.pattern and matcher.match(kind.pattern) is not None:  # a name: sooner asked than a kind
+        return False
     if not matcher.knows_none_of(kind.pattern):
         return False
     if FLOATS.issuperset(kind.dtypes):  # no codes, whatever they are called
