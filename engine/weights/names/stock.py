@@ -132,9 +132,10 @@ class Kind:
 
     def some_as(self, pattern: str, places: Sequence[int]) -> list[str]:
         """What the members at places would be called by another pattern; there must be such names."""
-        names = self.as_names(pattern)
-        assert names is not None
-        return [names[place] for place in places]
+        names = list(map(_name, some(self.tensors, places)))
+        found = named(bare(self.pattern, names), len(names), pattern) if names else []
+        assert found is not None
+        return found
 
     @cached_property
     def first(self) -> str:
