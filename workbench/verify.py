@@ -28,6 +28,7 @@ from firstlight.workbench.compare import limit_of
 from firstlight.workbench.engines import open_engine
 from firstlight.workbench.golden import Golden
 from firstlight.workbench.judge import judge
+from firstlight.workbench.misannounced import misannounced
 from firstlight.workbench.picture_marks import as_made
 from firstlight.workbench.position_marks import as_counted
 from firstlight.workbench.progress import Progress
@@ -75,6 +76,7 @@ def verify(
     if engine is None:  # before a reference is run for nothing
         _refuse_unstartable(checkpoint, spec, matcher, options)
     draft = _begun(checkpoint, spec, options)
+    _judge_announcement(draft, checkpoint)
     rules = _rules(draft, checkpoint, spec, options.dtype, layers, limit)
     say = progress or Progress("verify")
     oracle: AnyReference | None = None
@@ -106,6 +108,14 @@ def _begun(checkpoint: Checkpoint, spec: ModelSpec, options: EngineOptions) -> D
     draft.find((*checkpoint.findings, *spec.findings))
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     return draft
+
+
+def _judge_announcement(draft: Draft, checkpoint: Checkpoint) -> None:
+    """What engine and reference both take from the configuration, held against the numbers: the check `announced`."""
+    found = misannounced(checkpoint)
+    draft.find(found)
+    if found:
+        draft.check("announced", False, value=len(found), limit=0, unit="contradictions", detail=found[0].message)
 
 
 def _rules(

@@ -2,7 +2,8 @@
 
 `formats` unpack parts of weights, fast; engines compute with that. References compute with this, which takes whole
 tensors, tables and one rule for codes of any width, and shares no code with the other: a fault of either shows when the
-two are compared. Numbers are float32, by the same roundings, so that they are equal to the last bit.
+two are compared. What is computed with what is in a `Recipe`. Numbers are float32, by the same roundings, so that they
+are equal to the last bit.
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 5; OCP 8-bit Floating Point (OFP8) v1.0; those that the files of
 `formats` name.
@@ -19,14 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from firstlight.engine.weights.formats.awq import Awq
-from firstlight.engine.weights.formats.fp8 import Fp8
-from firstlight.engine.weights.formats.gptq import Gptq
-from firstlight.engine.weights.formats.grid import Format
-from firstlight.engine.weights.formats.int8 import Int8
-from firstlight.engine.weights.formats.mxfp4 import MxFp4, MxFp4Blocks
-from firstlight.engine.weights.formats.nvfp4 import NvFp4
-from firstlight.engine.weights.formats.packed_int import PackedInt
+from firstlight.engine.weights.recipes import Recipe
 
 Floats = NDArray[np.float32]
 Codes = NDArray[np.uint8]
@@ -35,15 +29,17 @@ Shape = tuple[int, ...]
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # AWQ: where a word has output i of eight
 
 
-def published(format_: Format, stored: Stored, shape: Shape) -> Tensor:
-    """A whole weight [..., rows, columns], float32, from its tensors by role. `KeyError`: no such format."""
+def published(recipe: Recipe, stored: Stored) -> Tensor:
+    """A whole weight [..., rows, columns], float32, from its tensors by role. `KeyError`: no such formula."""
+    shape = recipe.shape
     found = torch.empty(shape)
     if len(shape) > 2:  # expert by expert
+        each_one = recipe._replace(shape=shape[1:])
         for index, one in enumerate(found):
-            one.copy_(published(format_, {role: tensor[index] for role, tensor in stored.items()}, shape[1:]))
+            one.copy_(published(each_one, {role: tensor[index] for role, tensor in stored.items()}))
         return found
     with np.errstate(over="ignore", invalid="ignore"):  # codes may be infinite, or no numbers
-        return found.copy_(torch.from_numpy(np.ascontiguousarray(READERS[type(format_)](format_, stored, shape))))
+        return found.copy_(torch.from_numpy(np.ascontiguousarray(FORMULAS[recipe.formula](recipe, stored))))
 
 
 class Layout(NamedTuple):
@@ -143,76 +139,74 @@ def grid(given: Tensor, block: tuple[int, int], shape: Shape) -> Floats:
     return each(numbers(given).reshape(rows, columns), block, shape)
 
 
-def _fp8(how: Fp8, stored: Stored, shape: Shape) -> Floats:
-    values, scale = numbers(stored["codes"]), grid(stored["scale"], how.block, shape)
-    return values / scale if how.inverse else values * scale
+def _float(how: Recipe, stored: Stored) -> Floats:
+    values, scale = numbers(stored["codes"]), grid(stored["scale"], how.block, how.shape)
+    return values / scale if how.divides else values * scale
 
 
-def _int8(how: Int8, stored: Stored, shape: Shape) -> Floats:
+def _whole(how: Recipe, stored: Stored) -> Floats:
     values = numbers(stored["codes"])
-    if how.zero_point:
-        values = values - grid(stored["zero"], how.block, shape)
-    return values * grid(stored["scale"], how.block, shape)
+    if "zero" in stored:
+        values = values - grid(stored["zero"], how.block, how.shape)
+    return values * grid(stored["scale"], how.block, how.shape)
 
 
-def _mxfp4(how: MxFp4 | MxFp4Blocks, stored: Stored, shape: Shape) -> Floats:
+def _exponents(how: Recipe, stored: Stored) -> Floats:
     """A byte of exponents for each 32 inputs; blocks have a dim of their own in one layout, sixteen bytes long."""
     exponent = exponents()[raw(stored["scale"])]
-    return e2m1(stored["codes"], shape) * each(exponent, (1, 32), shape)
+    return e2m1(stored["codes"], how.shape) * each(exponent, how.block, how.shape)
 
 
-def _nvfp4(how: NvFp4, stored: Stored, shape: Shape) -> Floats:
+def _twice(how: Recipe, stored: Stored) -> Floats:
     scale, outer = numbers(stored["scale"]), numbers(stored["outer"]).reshape(1, 1)
-    both = scale / outer if how.divide else scale * outer
-    return e2m1(stored["codes"], shape) * each(both, (1, 16), shape)
+    both = scale / outer if how.divides else scale * outer
+    return e2m1(stored["codes"], how.shape) * each(both, how.block, how.shape)
 
 
-def _by_groups(
-    how: PackedInt | Awq | Gptq, stored: Stored, shape: Shape, found: Codes, zeros: NDArray[Any] | int, scales: Floats
-) -> Floats:
+def _by_groups(how: Recipe, stored: Stored, found: Codes, zeros: NDArray[Any] | int, scales: Floats) -> Floats:
     """(code - zero) x scale, with the zero point and scale [rows, G] of each input's group."""
 
     def of_inputs(given: NDArray[Any]) -> NDArray[Any]:
-        is_ordered = not isinstance(how, Awq) and how.has_order
-        return given[:, stored["order"].long().numpy()] if is_ordered else each(given, (1, how.group), shape)
+        return given[:, stored["order"].long().numpy()] if "order" in stored else each(given, how.block, how.shape)
 
     zero = zeros if isinstance(zeros, int) else of_inputs(zeros.astype(np.float32))
     return (found.astype(np.float32) - np.float32(zero)) * of_inputs(scales)
 
 
-def _packed_int(how: PackedInt, stored: Stored, shape: Shape) -> Floats:
+def _words(how: Recipe, stored: Stored) -> Floats:
     """Codes and zero points are both shifted by half of their range, which the difference of the two does not see."""
-    found = codes(stored["codes"].numpy(), how.bits)[:, : shape[1]]
-    zeros = codes(stored["zero"].numpy().T, how.bits).T[: shape[0]] if how.zero_point else 1 << (how.bits - 1)
-    return _by_groups(how, stored, shape, found, zeros, numbers(stored["scale"]))
+    rows, columns = how.shape
+    found = codes(stored["codes"].numpy(), how.bits)[:, :columns]
+    zeros = codes(stored["zero"].numpy().T, how.bits).T[:rows] if "zero" in stored else 1 << (how.bits - 1)
+    return _by_groups(how, stored, found, zeros, numbers(stored["scale"]))
 
 
-def _awq(how: Awq, stored: Stored, shape: Shape) -> Floats:
-    """Eight outputs a word, in the order of `PLACES`."""
-    places = (np.arange(0, shape[0], 8)[:, np.newaxis] + PLACES).ravel()
+def _outputs(how: Recipe, stored: Stored) -> Floats:
+    """AWQ: eight outputs a word, in the order of `PLACES`."""
+    places = (np.arange(0, how.shape[0], 8)[:, np.newaxis] + PLACES).ravel()
     found, zeros = (codes(stored[role].numpy(), 4).take(places, axis=1).T for role in ("codes", "zero"))
-    return _by_groups(how, stored, shape, found, zeros, numbers(stored["scale"]).T)
+    return _by_groups(how, stored, found, zeros, numbers(stored["scale"]).T)
 
 
-def _gptq(how: Gptq, stored: Stored, shape: Shape) -> Floats:
-    """Zero points are one more than stored, except in `gptq_v2`; the one is added as writers took it (`gptq`)."""
-    found, words = codes(stored["codes"].numpy().T, how.bits)[:, : shape[1]], stored["zero"].numpy()
-    if how.zero_offset and 32 % how.bits == 0:  # from every place of a word at once
-        ones = sum(1 << place for place in range(0, 32, how.bits))
+def _inputs(how: Recipe, stored: Stored) -> Floats:
+    """GPTQ: where zero points were stored less one, it is added as writers took it (`gptq`)."""
+    rows, columns = how.shape
+    found, words = codes(stored["codes"].numpy().T, how.bits)[:, :columns], stored["zero"].numpy()
+    if how.less and 32 % how.bits == 0:  # from every place of a word at once
+        ones = sum(how.less << place for place in range(0, 32, how.bits))
         words = ((words.astype(np.int64) + ones) & 0xFFFFFFFF).astype(np.uint32)
     zeros: NDArray[Any] = codes(words, how.bits)
-    if how.zero_offset and 32 % how.bits:  # from each alone
-        zeros = (zeros.astype(np.int64) + 1) % (1 << how.bits)
-    return _by_groups(how, stored, shape, found, zeros[:, : shape[0]].T, numbers(stored["scale"]).T)
+    if how.less and 32 % how.bits:  # from each alone
+        zeros = (zeros.astype(np.int64) + how.less) % (1 << how.bits)
+    return _by_groups(how, stored, found, zeros[:, :rows].T, numbers(stored["scale"]).T)
 
 
-READERS: Mapping[type[Format], Callable[..., Floats]] = {
-    Fp8: _fp8,
-    Int8: _int8,
-    MxFp4: _mxfp4,
-    MxFp4Blocks: _mxfp4,
-    NvFp4: _nvfp4,
-    PackedInt: _packed_int,
-    Awq: _awq,
-    Gptq: _gptq,
+FORMULAS: Mapping[str, Callable[[Recipe, Stored], Floats]] = {
+    "float": _float,
+    "whole": _whole,
+    "exponents": _exponents,
+    "twice": _twice,
+    "words": _words,
+    "outputs": _outputs,
+    "inputs": _inputs,
 }

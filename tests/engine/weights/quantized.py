@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from firstlight.engine.model.families import FAMILIES
+from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor, read, write
 from firstlight.engine.weights.formats.announced import announced
 from firstlight.engine.weights.formats.awq import Awq
@@ -25,6 +26,8 @@ from firstlight.engine.weights.formats.registry import QUANTIZED_ROLES
 from firstlight.engine.weights.loading.placing import STORED_DTYPES
 from firstlight.engine.weights.packed import part_names
 from firstlight.engine.weights.packing import pack
+from firstlight.engine.weights.published import published
+from firstlight.engine.weights.recipes import Recipe, Said, recipes
 
 FORMATS: dict[str, Format] = {
     "fp8": Fp8(),
@@ -108,6 +111,36 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
 def tensors(stored: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
     """The parts of a weight by role."""
     return {role: as_torch(tensor) for role, tensor in stored.items()}
+
+
+def recipe_of(format_: Format, stored: Mapping[str, torch.Tensor]) -> Recipe:
+    """How references read a weight: from headers, and from what a configuration would say of its format."""
+    name = "a.up" if format_.swapped else "a.weight"
+    tags = {dtype: tag for tag, dtype in STORED_DTYPES.items()}
+    infos = {}
+    for part in format_.parts:
+        own, tensor = part_names(name, part)[0], stored[part.role]
+        infos[own] = TensorInfo(own, tags[tensor.dtype], tuple(tensor.shape), "", 0, tensor.nbytes)
+    (recipe,) = recipes(infos, Said(options_of(format_)), lambda info: stored["shape"].tolist()).values()
+    return recipe
+
+
+def by_reference(format_: Format, stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """A whole weight as references read it; of the last word of a row, headers do not tell how full it is."""
+    recipe = recipe_of(format_, stored)
+    assert recipe.shape[:-1] == shape[:-1]
+    assert 0 <= recipe.shape[-1] - shape[-1] < 32
+    return published(recipe._replace(shape=shape), {role: stored[role] for role in recipe.tensors})
+
+
+def options_of(format_: Format) -> dict[str, Any]:
+    """What a configuration says of a format, as far as headers leave it open."""
+    if isinstance(format_, Fp8 | Int8):
+        return {"weight_block_size": list(format_.block)} if all(format_.block) else {}
+    said = {"bits": getattr(format_, "bits", 4), "group_size": getattr(format_, "group", None) or -1}
+    if isinstance(format_, Gptq):
+        said["checkpoint_format"] = "gptq" if format_.zero_offset else "gptq_v2"
+    return said
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -20,8 +20,8 @@ from firstlight.engine.weights.formats.grid import WHOLE, Axis, Format
 from firstlight.engine.weights.formats.int8 import Int8
 from firstlight.engine.weights.formats.packed_int import PackedInt
 from firstlight.engine.weights.packing import PACKERS, fp8_values, pack
-from firstlight.engine.weights.published import READERS, exponents, numbers, published
-from tests.engine.weights.quantized import FORMATS, part_of, tensors, whole
+from firstlight.engine.weights.published import FORMULAS, exponents, numbers
+from tests.engine.weights.quantized import FORMATS, by_reference, part_of, recipe_of, tensors, whole
 
 
 def weight(shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
@@ -41,7 +41,7 @@ def test_numbers_are_those_that_codes_and_scales_stand_for(name: str, shape: tup
     found = format_.unpack(parts, whole(shape), shape)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.from_numpy(values), rtol=0, atol=0)
-    torch.testing.assert_close(published(format_, parts, shape), found, rtol=0, atol=0)
+    torch.testing.assert_close(by_reference(format_, parts, shape), found, rtol=0, atol=0)
     assert len(found.unique()) > 10, "the numbers must differ for this to say anything"
     assert format_.problem(parts, shape) is None
 
@@ -63,7 +63,7 @@ def test_any_box_is_that_part_of_the_whole(name: str, data: st.DataObject) -> No
     found = part_of(format_, tensors(stored), box, shape)
     expected = torch.from_numpy(values[tuple(slice(*bound) for bound in box)].copy())
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close(published(format_, tensors(stored), shape), torch.from_numpy(values), rtol=0, atol=0)
+    torch.testing.assert_close(by_reference(format_, tensors(stored), shape), torch.from_numpy(values), rtol=0, atol=0)
 
 
 def units(format_: Format) -> tuple[int, int]:
@@ -135,10 +135,13 @@ def test_all_bytes_of_the_published_tables() -> None:
     np.testing.assert_array_equal(exponents(), torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float())
 
 
-def test_every_format_has_a_packer_and_a_published_formula() -> None:
+def test_every_format_has_a_packer_and_is_read_by_references() -> None:
     own = [kind for kind in every_format() if kind.__module__.startswith("firstlight.")]
     assert len(own) >= 8
-    assert set(own) == PACKERS.keys() == READERS.keys() == {type(format_) for format_ in FORMATS.values()}
+    assert set(own) == PACKERS.keys() == {type(format_) for format_ in FORMATS.values()}
+    shape = (64, 128)
+    used = {recipe_of(format_, tensors(pack(weight(shape), format_)[0])).formula for format_ in FORMATS.values()}
+    assert used == FORMULAS.keys()
 
 
 def test_exponents_are_powers_of_two() -> None:

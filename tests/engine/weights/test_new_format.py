@@ -15,7 +15,7 @@ from torch import Tensor
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.parallel.mesh import Mesh
-from firstlight.engine.weights import packed, packing, published
+from firstlight.engine.weights import packed, packing, published, recipes
 from firstlight.engine.weights.accounts.wire import ledger_of, plain
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.formats import announced
@@ -62,9 +62,17 @@ def pack(weight: packing.Floats, how: Steps, _: np.random.Generator) -> tuple[pa
     return {"codes": codes, "power": power}, (codes * each).astype(np.float32)
 
 
-def formula(how: Steps, stored: Mapping[str, Tensor], shape: tuple[int, ...]) -> packing.Floats:
+def tell(found: recipes.Found) -> recipes.Recipe | None:
+    """How references tell it, in `recipes.py`."""
+    if found.endings["scale"] != "weight_step":
+        return None
+    (step,) = found.said.everywhere("step_columns")
+    return recipes.Recipe("steps", found.codes.shape, found.tensors, (1, step))
+
+
+def formula(how: recipes.Recipe, stored: Mapping[str, Tensor]) -> packing.Floats:
     """The formula in `published.py`."""
-    power = np.repeat(stored["power"].numpy(), how.step, axis=1)[:, : shape[1]]
+    power = np.repeat(stored["scale"].numpy(), how.block[1], axis=1)[:, : how.shape[1]]
     return np.ldexp(stored["codes"].numpy().astype(np.float32), power)
 
 
@@ -73,7 +81,9 @@ def test_a_format_of_its_own_file_and_the_lines_that_are_named(tmp_path: Path, m
     monkeypatch.setattr(announced, "READERS", {**announced.READERS, "steps": read})
     monkeypatch.setattr(packed, "COMPANIONS", (*packed.COMPANIONS, "_step"))  # how names of its steps end
     monkeypatch.setattr(packing, "PACKERS", {**packing.PACKERS, Steps: pack})
-    monkeypatch.setattr(published, "READERS", {**published.READERS, Steps: formula})
+    monkeypatch.setattr(recipes, "ROLES", {**recipes.ROLES, "weight_step": "scale"})
+    monkeypatch.setattr(recipes, "TELLERS", (tell, *recipes.TELLERS))
+    monkeypatch.setattr(published, "FORMULAS", {**published.FORMULAS, "steps": formula})
     values = synthesize(CONFIG, tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     ledger = account(checkpoint, *FAMILIES.describe(checkpoint.config))
