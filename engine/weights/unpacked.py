@@ -112,10 +112,12 @@ def _fitted(name: str, recipe: Recipe, stored: Mapping[str, Tensor]) -> Recipe:
     words = 32 // recipe.bits
     if told[:-1] != list(recipe.shape[:-1]) or not 0 <= recipe.shape[-1] - told[-1] < words:
         raise _misfit(name, recipe, "shape", str(list(recipe.shape)), str(told))
-    groups, order = stored["scale"].shape, stored.get("order")
-    last = groups[-2] if recipe.formula == "inputs" else groups[-1]
-    if order is not None and order.numel() and not 0 <= int(order.min()) <= int(order.max()) < last:
-        raise _misfit(name, recipe, "order", f"groups below {last}", f"{int(order.min())} to {int(order.max())}")
+    order = stored.get("order")
+    if order is not None and order.numel():  # where inputs have an order, scales have groups; else one may be all
+        groups = stored["scale"].shape
+        last = groups[-2] if recipe.formula == "inputs" else groups[-1]
+        if not 0 <= int(order.min()) <= int(order.max()) < last:
+            raise _misfit(name, recipe, "order", f"groups below {last}", f"{int(order.min())} to {int(order.max())}")
     return recipe._replace(shape=tuple(told))
 
 
