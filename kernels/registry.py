@@ -65,6 +65,15 @@ class Choice:
         """List every implementation of every operator: chosen or not, and the reason."""
         return self.rows
 
+    def make(self, cache_dir: Path) -> None:
+        """Compile what of it must be into `cache_dir`, unless it is there, and load it; any thread may.
+
+        Raises `BuildError` where the compiler fails.
+        """
+        compiled = any(row.chosen and row.implementation in ("native", "measured") for row in self.rows)
+        if compiled and build.with_native(self.situation)[0]:
+            build.load(cache_dir)
+
     def packs_faster(self) -> frozenset[str]:
         """Kinds of packed weights (`packed/kinds.py`) that the chosen product multiplies by faster than by plain ones.
 
@@ -91,8 +100,9 @@ def choose(
 
     `shapes` as in `Situation`. `force` names an implementation per operator, or one for all operators ("reference").
     `interpret` says that Triton's interpreter is on (TRITON_INTERPRET=1 before triton was imported), which lets Triton
-    kernels be chosen on a CPU. Operators that must be compiled are, into `cache_dir` at once or, without one, into the
-    user's cache when the first is called. An impossible `force` is a `NotSupportedError` with the reason.
+    kernels be chosen on a CPU. Operators that must be compiled are, into `cache_dir` at once or, without one, by
+    `Choice.make` or, into the user's cache, when the first is called. An impossible `force` is a `NotSupportedError`
+    with the reason.
     """
     situation = Situation(
         device_type=torch.device(device).type,
@@ -110,10 +120,10 @@ def choose(
         taken, reasons = _pick(candidates, verdicts, forced.get(operator))
         chosen[operator] = taken.load()
         rows += [Row(operator, one.name, one is taken, reasons[one.name], verdicts[one.name][0]) for one in candidates]
-    compiled = any(row.chosen and row.implementation in ("native", "measured") for row in rows)
-    if compiled and cache_dir is not None and build.with_native(situation)[0]:
-        build.load(cache_dir)
-    return Choice(**chosen, situation=situation, rows=tuple(rows))  # type: ignore[arg-type]
+    choice = Choice(**chosen, situation=situation, rows=tuple(rows))  # type: ignore[arg-type]
+    if cache_dir is not None:
+        choice.make(cache_dir)
+    return choice
 
 
 def operator_names() -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from firstlight.engine.serving.client import EngineClient
 from firstlight.engine.serving.host import Host, refuse_too_many
 from firstlight.engine.serving.options import DEFAULT_CONTEXT, EngineOptions
 from firstlight.engine.serving.request import SamplingParams, Usage
+from firstlight.engine.settings import wait_briefly
 from firstlight.engine.weights.sources.mirror import is_url, mirror
 from firstlight.workbench.events import ProgressEvent
 from firstlight.workbench.fallback import mode_of, use
@@ -91,6 +92,7 @@ class Bringup:
         listeners: Iterable[Listener] = (),
         **options: Any,
     ) -> None:
+        wait_briefly()
         source = os.fspath(checkpoint)
         if is_url(source):
             source = str(mirror(source))

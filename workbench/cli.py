@@ -153,9 +153,10 @@ def _main(words: list[str], outlet: Outlet) -> int:
         print(f"firstlight {version('firstlight')}")
         return 0
     from firstlight.engine.errors import Refused
-    from firstlight.engine.settings import is_one_of_many
+    from firstlight.engine.settings import is_one_of_many, wait_briefly
     from firstlight.workbench.face import say_refused
 
+    wait_briefly()
     try:
         if is_one_of_many():
             return _run_launched(words[0], words[1:], outlet)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -83,6 +85,29 @@ class _Place:
         return context_of(self.options, spec, self.device.type)
 
 
+class _Making:
+    """Compiles the native operators of a choice, where that was not done before, while weights are read."""
+
+    def __init__(self, ops: Choice, cache_dir: Path) -> None:
+        self._ops = ops
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._make, args=(cache_dir,), name="operators", daemon=True)
+        self._thread.start()
+
+    def made(self) -> Choice:
+        """The choice, once what it takes is there; raises what compiling it raised."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._ops
+
+    def _make(self, cache_dir: Path) -> None:
+        try:
+            self._ops.make(cache_dir)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever needs the operators
+            self._failure = error
+
+
 def bring_up(
     options: EngineOptions,
     comms: Comms,
@@ -105,10 +130,12 @@ def bring_up(
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
     ops = operators_of(options, spec, at.device, at.dtype(spec), at.context(spec), at.settings)
+    making = _Making(ops, at.settings.cache_dir)
     pulse.enter("load")
-    keep = _kept(at, checkpoint, spec, ledger, ops)
+    keep = _kept(at, checkpoint, spec, ledger, making)
     weights = _loaded(at, checkpoint, spec, ledger, keep)
     pulse.enter("build")
+    making.made()
     choices = Choices(ops, at.settings.cache_dir)
     model = _built(spec, weights, ops, choices, comms, pulse, meet)
     pulse.enter("cache")
@@ -162,12 +189,13 @@ def _cache(at: _Place, model: Model) -> tuple[KVCache, Limits]:
     return KVCache(specs, limits.num_pages, limits.page_size, limits.max_batch, heads, dtype, device), limits
 
 
-def _kept(at: _Place, checkpoint: Checkpoint, spec: ModelSpec, ledger: Ledger, ops: Choice) -> Keep:
+def _kept(at: _Place, checkpoint: Checkpoint, spec: ModelSpec, ledger: Ledger, making: _Making) -> Keep:
     """What stays packed where it can, on all ranks alike: what has room for all weights here and, by the budget, for
     what must be there at a time. So weights that come and go are kept as resident ones are, wherever they can be.
     """
     options, device, dtype = at.options, at.device, at.dtype(spec)
-    faster = ops.packs_faster() if device.type == "cpu" else frozenset()
+    is_plain = all(source.packed is None for source in ledger.sources.values())
+    faster = making.made().packs_faster() if device.type == "cpu" and not is_plain else frozenset()
     settle = partial(settled, options.packed, device.type, faster, everyone=partial(_of_all, at.comms))
 
     def pieces_of(keep: Keep) -> RankPieces:
@@ -177,7 +205,6 @@ def _kept(at: _Place, checkpoint: Checkpoint, spec: ModelSpec, ledger: Ledger, o
         return least_budget(checkpoint, pieces_of(keep), device, options.residency)
 
     keep = settle(nbytes_of=lambda keep: pieces_of(keep).nbytes, room=Room(room_here(at.local_ranks)))
-    is_plain = all(source.packed is None for source in ledger.sources.values())
     if options.weights_budget is None or keep.is_all or is_plain:
         return keep
     return settle(nbytes_of=least_of, room=Room(options.weights_budget, is_budget=True))
@@ -244,6 +271,7 @@ def _bring_up_foreign(at: _Place, checkpoint: Checkpoint, spec: ForeignSpec) -> 
     """A rank whose model is another's; it is accounted for as it is loaded, by who loads it."""
     options, device, dtype, context = at.options, at.device, at.dtype(spec), at.context(spec)
     ops = operators_of(options, spec, device, dtype, context, at.settings)
+    ops.make(at.settings.cache_dir)
     at.pulse.enter("load")
     assert FAMILIES.foreign is not None
     model = FAMILIES.foreign.load(checkpoint, spec, dtype, device)
@@ -296,7 +324,7 @@ def operators_of(
     """The choice among implementations, made once; a forced one that is not possible is `Refused`."""
     shapes = shapes_of(spec, options.page_size or (context if device.type == "cpu" else 64))
     wants_triton = settings.triton_interpret and "triton" in options.operators.values()
-    choice = partial(choose, device, TORCH_DTYPES[dtype], shapes, interpret=wants_triton, cache_dir=settings.cache_dir)
+    choice = partial(choose, device, TORCH_DTYPES[dtype], shapes, interpret=wants_triton)
     forced = dict(options.operators)
     if options.residency == "streamed" and options.weights_budget is not None:  # no copies of weights that come and go
         for name in ("native", "reference"):

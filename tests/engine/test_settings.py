@@ -1,12 +1,20 @@
 """What the environment may say, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.parallel.cluster import place_from_environment
-from firstlight.engine.settings import child_environment, read_launch, read_settings
+from firstlight.engine.settings import (
+    SPIN_VARIABLES,
+    SPINS,
+    child_environment,
+    read_launch,
+    read_settings,
+    wait_briefly,
+)
 
 
 def test_defaults_follow_the_system() -> None:
@@ -53,3 +61,19 @@ def test_children_get_changes_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEPT", "1")
     environment = child_environment(ADDED="2")
     assert (environment["KEPT"], environment["ADDED"]) == ("1", "2")
+
+
+@pytest.mark.parametrize("said", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_wait_briefly_unless_the_environment_says_how(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str]
+) -> None:
+    for name in SPIN_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    expected = said or {"GOMP_SPINCOUNT": str(SPINS)}
+    child = child_environment()
+    assert {name: child[name] for name in SPIN_VARIABLES if name in child} == expected
+    wait_briefly()
+    assert {name: os.environ[name] for name in SPIN_VARIABLES if name in os.environ} == expected

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 import torch
 
 from firstlight.engine.errors import Refused
+from firstlight.engine.serving.host import Host
 from firstlight.engine.weights.loading import arriving, overlap, residency
 from firstlight.engine.weights.loading.overlap import Overlap
 from firstlight.engine.weights.sources.base import unread
+from firstlight.kernels.native import library
 from tests.engine.direct import Direct
 from tests.engine.weights.holding import Get, Held, inputs, same
 from tests.waiting import PATIENCE_S, until
@@ -146,3 +150,26 @@ def test_closing_while_layers_come_frees_everything(checkpoint: Get) -> None:
     gc.collect()
     assert gone() is None
     assert slots() is None
+
+
+def test_weights_are_read_while_operators_are_compiled(
+    checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that has not compiled them before: here the compiler waits until the weights are there."""
+    found = library.find_compiler()
+    assert found is not None
+    go, bin_dir = tmp_path / "go", tmp_path / "bin"
+    bin_dir.mkdir()
+    slow = bin_dir / Path(found).name
+    slow.write_text(
+        f'#!/bin/sh\ncase "$*" in *.cpp*) while [ ! -e {go} ]; do sleep 0.02; done ;; esac\nexec {found} "$@"\n'
+    )
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    with Host.start(checkpoint("llama"), run_dir=tmp_path / "run", dtype="BF16", threads=1) as host:
+        until(lambda: host.health().stage == "build", "it waits for the compiler before it reads")
+        assert not list((tmp_path / "cache").glob("native-*.so"))
+        go.touch()
+        host.wait_ready(PATIENCE_S)
+        assert list((tmp_path / "cache").glob("native-*.so"))
