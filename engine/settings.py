@@ -25,8 +25,8 @@ VARIABLES: dict[str, str] = {
 }
 
 # A thread that spins keeps the processor from the one it waits for, where more run than there are processors. Decoding
-# of SmolLM2 by two threads on two cores, tokens/s on a quiet machine and beside one or two busy processes: 300,000 turns
-# (libgomp's own) 91, 10 and 8; 3,000 turns 88, 21 and 24; 1,000 turns 84, 45 and 40; 300 turns 60; none 51, 67 and 68.
+# of SmolLM2 by two threads on two cores, in tokens a second on a quiet machine and beside one or two busy processes:
+# 300,000 turns (what libgomp takes) 91, 10, 8; 3,000 turns 88, 21, 24; 1,000 turns 84, 45, 40; none 51, 67, 68.
 SPINS = 1000
 SPIN_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
