@@ -294,9 +294,9 @@ def loading(events: Sequence[tuple[str, float, float]]) -> Figure:
         }
         for index, (phase, points) in enumerate(by_phase.items())
     ]
-    many = {"showlegend": False} if len(traces) > MOST_NAMES else {}  # who is who stands on hover, and in the replay
-    xaxis = {"title": {"text": "time since the rung began (s)"}}
-    return {"data": traces, "layout": _layout(280, xaxis=xaxis, yaxis={"title": {"text": f"read ({unit})"}}, **many)}
+    shows = {"showlegend": len(traces) <= MOST_NAMES}  # of many, who is who stands on hover, and in the replay
+    xaxis = {"title": {"text": "time since the rung began (s)"}, "rangemode": "tozero"}
+    return {"data": traces, "layout": _layout(280, xaxis=xaxis, yaxis={"title": {"text": f"read ({unit})"}}, **shows)}
 
 
 def _bytes_unit(largest: float) -> tuple[str, int]:

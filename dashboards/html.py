@@ -20,7 +20,7 @@ LONG = 72  # and beyond so many a text is a paragraph, which must not become a t
 MOST_ROWS = 500
 MANY = 8  # columns, beyond which they stand closer
 MEASURED = re.compile(r"[\d.,e+-]*\d (?:(?:(?:[KMGTP]i)?B(?:/s)?|s|ms|µs|nat)\b|%)")  # a number and its unit
-STATUSES = ("passed", "failed", "refused", "skipped", "differs")
+STATUSES = ("passed", "failed", "refused", "skipped", "differs", "running")
 
 
 class Link(NamedTuple):

@@ -363,8 +363,10 @@ class Bringup:
         forced = False
         try:
             forced = self.run.require(verb, self.force)
-            report = work(Progress(verb, self._listeners))
+            with self.run.working(verb):
+                report = work(Progress(verb, self._listeners))
         except Occupied as error:  # this run's engine goes on, and what its start reported holds
+            self.run.rest()
             return report_of(verb, self.run.record.model, error)
         except FirstlightError as error:
             report = report_of(verb, self.run.record.model, self._told(error))

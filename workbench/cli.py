@@ -187,7 +187,8 @@ def _run_verb(verb: str, words: list[str], outlet: Outlet) -> int:
             _fall_back(parsed)
             session.run = _run_directory(parsed)
             session.require(verb)
-            report = command.run(parsed, session)
+            with session.working(verb):
+                report = command.run(parsed, session)
         except (FirstlightError, OSError, MemoryError) as error:
             report = report_of(verb, _title(parsed), error)
             session.leave_run(verb, error)

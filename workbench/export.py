@@ -85,7 +85,7 @@ def card(run: Run, last: dict[str, Report]) -> dict[str, Any]:
     newest = _where(list(last.values())[-1])
     return {
         "model": run.record.model,
-        "checkpoint": run.record.checkpoint,
+        "checkpoint": run.record.source,
         "created": run.record.created,
         "command": run.record.command,
         **newest,

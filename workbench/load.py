@@ -90,6 +90,8 @@ def load(
         pieces = rank_pieces(spec, mesh, rank, run_dtype, ledger, keep_packed=keep.roles, kinds=keep.kinds)
         _load_and_add(all_ranks, checkpoint, pieces, device, threads, progress)
     all_ranks.tell(draft, ledger, run_dtype, keep.why)
+    if limit:
+        progress("measure the source")
     all_ranks.tell_rates(draft, checkpoint, threads or checkpoint.source.shape.in_flight, limit)
     return draft.close()
 
@@ -191,13 +193,14 @@ def _load_rank(
     pieces: RankPieces,
     device: str,
     threads: int | None,
-    listen: Any,
+    listen: _Listener,
     reserved: Pages | None,
 ) -> Weights:
     import numpy  # noqa: F401 - before torch, which imports it where an interrupt is lost
 
     from firstlight.engine.weights.loader import load as load_rank
 
+    listen.begin()
     return load_rank(checkpoint, pieces, _device(device), threads, listen, reserved, by_layer=True)
 
 
@@ -248,6 +251,10 @@ class _Listener:
         self._rank = rank
         self._phase = _phase("read weights", rank, world_size)
         self._done = 0
+
+    def begin(self) -> None:
+        """Reading begins: rates count from here, and whoever looks sees it though the first layer is not there yet."""
+        self._progress(self._phase)
 
     def __call__(self, now: LoadProgress) -> None:
         name = f"layer {now.layer}" if 0 <= now.layer < AFTER_LAYERS else _ELSEWHERE[now.layer > 0]

@@ -15,24 +15,29 @@ Listener = Callable[[ProgressEvent], None]
 class Progress:
     """What rungs call while they work: `progress("read", done, total, "B")`. Without listeners nearly free.
 
-    Calls that come faster than `period_s` within one phase are left out, except the first and the last (done == total).
+    Calls that come faster than `period_s` within one phase are left out, except the first and the last (done == total),
+    and so are calls that say what the one before them said.
     """
 
     rung: str = ""
     listeners: tuple[Listener, ...] = ()
     period_s: float = 0.05
     _last_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    _said: list[tuple[str, float, float | None, str]] = field(default_factory=list)
 
     def __call__(
         self, phase: str, done: float = 0.0, total: float | None = None, unit: str = "", detail: str = ""
     ) -> None:
         if not self.listeners:
             return
+        said = phase, done, total, detail
+        if self._said == [said]:
+            return
         now_s = time.time()
         key = (self.rung, phase)
         if done != total and now_s - self._last_s.get(key, 0.0) < self.period_s:
             return
-        self._last_s[key] = now_s
+        self._last_s[key], self._said[:] = now_s, [said]
         event = ProgressEvent(
             time_s=now_s, rung=self.rung, phase=phase, done=done, total=total, unit=unit, detail=detail
         )

@@ -111,7 +111,7 @@ def _execute(source: Path, target: Path, parameters: Mapping[str, Any]) -> str:
 def _nothing_of(run: Run) -> dict[str, Any]:
     """The card of a run that took no rung."""
     record = run.record
-    named = {"model": record.model, "checkpoint": record.checkpoint, "created": record.created}
+    named = {"model": record.model, "checkpoint": record.source, "created": record.created}
     return {**named, "command": record.command, "not_verified": [], "warnings": []}
 
 

@@ -9,21 +9,25 @@ import contextlib
 import datetime
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from firstlight.engine.errors import Refused, unwritable
+from firstlight.engine.errors import FirstlightError, Refused, unwritable
 from firstlight.engine.findings import fatal, warning, what_is
 from firstlight.workbench.environment import command_line
 from firstlight.workbench.events import EventReader, EventWriter
 from firstlight.workbench.report import Report, Status, now_iso, write_atomically
 from firstlight.workbench.step_trace import step_trace
+from firstlight.workbench.work import Work
 
 LADDER = ("scan", "plan", "load", "start", "infer", "verify", "profile", "stress", "export")
 STANDS_ON = {"generate": "infer", "serve": "start", "validate": "infer"}
 """Verbs off the ladder, and the rung whose place they take."""
+WORK = (*LADDER[:-1], "validate", "generate")
+"""Verbs that take a while and end with a report: meanwhile the run says so. An archive holds the run at rest."""
 
 DEFAULT_ROOT = "runs"
 FOLDERS = ("reports", "traces", "golden")
@@ -75,7 +79,11 @@ class RungRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`. `engine` is how to reach the host that this run started, if it is to be attached to."""
+    """`run.json`. `engine` is how to reach the host that this run started, if it is to be attached to.
+
+    `url`: where the checkpoint is, if `checkpoint` is what a URL's small files are kept in. `work`: the rung that has
+    begun and has no report yet.
+    """
 
     model: str
     checkpoint: str
@@ -83,6 +91,13 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     rungs: tuple[RungRecord, ...] = ()
     engine: dict[str, Any] | None = None
+    url: str = ""
+    work: Work | None = None
+
+    @property
+    def source(self) -> str:
+        """The checkpoint as a user names it: its URL or its directory."""
+        return self.url or self.checkpoint
 
 
 class Run:
@@ -166,7 +181,9 @@ class Run:
         except OSError as error:
             place = "a place that may be written"
             raise unwritable(directory, error, expected=place, elsewhere="name another --run directory") from error
-        record = RunRecord(model=model, checkpoint=checkpoint, created=now_iso(), command=command_line())
+        record = RunRecord(
+            model=model, checkpoint=checkpoint, created=now_iso(), command=command_line(), url=_url(checkpoint)
+        )
         run = cls(directory, record)
         run._save()
         run.is_new, run._was_there = True, was_there
@@ -214,9 +231,38 @@ class Run:
             duration_s=report.duration_s,
             forced=report.forced,
         )
-        self.record = msgspec.structs.replace(self.record, rungs=(*self.record.rungs, rung))
+        work = None if self.record.work is not None and self.record.work.is_mine else self.record.work
+        self.record = msgspec.structs.replace(self.record, rungs=(*self.record.rungs, rung), work=work)
         self._save()
         return path
+
+    @contextlib.contextmanager
+    def working(self, verb: str) -> Iterator[None]:
+        """Enters in run.json that a rung has begun; its report, by `add`, takes that out again.
+
+        What ends it without one is entered as well: whoever looks at the run knows what works, and what broke off.
+        """
+        if verb not in WORK:
+            yield
+            return
+        work = Work.here(verb)
+        self._tell(work)
+        try:
+            yield
+        except FirstlightError:
+            raise  # which becomes a report
+        except BaseException as error:
+            ended = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            self._tell(msgspec.structs.replace(work, ended=ended))
+            raise
+
+    def rest(self) -> None:
+        """Takes out that a rung has begun, where it is to leave no trace."""
+        self._tell(None)
+
+    def _tell(self, work: Work | None) -> None:
+        with contextlib.suppress(Refused):  # a full disk costs what is told of a rung, not the rung
+            self.update(work=work)
 
     def with_losses(self, report: Report) -> Report:
         """The report with a warning if events could not be written since the last one: the disk is full, say."""
@@ -310,6 +356,17 @@ class Run:
     def _save(self) -> None:
         data = msgspec.json.format(msgspec.json.encode(self.record), indent=2) + b"\n"
         write_atomically(self.directory / "run.json", data)
+
+
+def _url(checkpoint: str) -> str:
+    """The address of a checkpoint that is read from one; empty for a directory."""
+    from firstlight.engine.weights.sources.mirror import read_pointer
+
+    try:
+        pointer = read_pointer(Path(checkpoint)) if checkpoint else None
+    except (OSError, Refused):  # no directory has such a name, or the verb will say what is wrong with it
+        return ""
+    return pointer.url if pointer is not None else ""
 
 
 def _with_a_name(directory: str | os.PathLike[str]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,10 @@ class Session:
         if self.run is not None:
             self.forced = self.run.require(verb, self.force)
 
+    def working(self, verb: str) -> contextlib.AbstractContextManager[None]:
+        """Lets the run, if there is one, know what is being done."""
+        return contextlib.nullcontext() if self.run is None else self.run.working(verb)
+
     def finish(self, report: Report, brief: bool = False) -> Report:
         """Shows the report, appends it to the run and writes it where --json asks."""
         if self.forced:
@@ -65,6 +70,7 @@ class Session:
             return
         if not isinstance(error, Occupied) and (verb in LADDER or not self.run.is_new):
             return
+        self.run.rest()
         self.run.close()
         self.run.discard()
         self.run = None

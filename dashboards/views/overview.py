@@ -6,16 +6,21 @@ import time
 from typing import Any
 
 from firstlight.dashboards import html
-from firstlight.dashboards.store import Snapshot, progress_rows, requests_once
+from firstlight.dashboards.store import Snapshot, requests_once
 from firstlight.dashboards.views.view import Page, column, command, mesh_of, pane, put
+from firstlight.dashboards.views.working import BROKE_OFF, RECENT_S, Doing, bars, doing
 from firstlight.engine.findings import Finding
 from firstlight.engine.serving.api import Health
+from firstlight.workbench.cli import VERBS
 from firstlight.workbench.ladder import highlights
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
 from firstlight.workbench.runs import LADDER
 
-RECENT_S = 15.0  # what was said so lately is so now: a rung without a report is running, a reading holds
+GONE = (
+    "Its process is gone and left no report. It was killed, perhaps for want of memory (dmesg says so), or its machine"
+    " went down. Do it again:"
+)
 
 
 class Overview:
@@ -28,36 +33,37 @@ class Overview:
         return column(self._head, self._wrong, self._ladder, self._engine, self._rest)
 
     def draw(self, snapshot: Snapshot) -> None:
-        put(self._head, _head(snapshot))
-        put(self._wrong, _wrong(snapshot))
-        put(self._ladder, html.page(html.card("Ladder", _ladder(snapshot) + _running(snapshot) + _first(snapshot))))
+        now = doing(snapshot)
+        put(self._head, _head(snapshot, now))
+        put(self._wrong, _wrong(snapshot, now))
+        going_on = bars(now) if now is not None else _first(snapshot)
+        put(self._ladder, html.page(html.card("Ladder", _ladder(snapshot, now) + going_on)))
         put(self._engine, _engine(snapshot))
         put(self._rest, _rest(snapshot))
 
 
-def _head(snapshot: Snapshot) -> str:
+def _head(snapshot: Snapshot, now: Doing | None) -> str:
     record = snapshot.record
     found = mesh_of(snapshot)
     mesh = f"{found.describe()} · " if found is not None else ""
-    said = f"{record.checkpoint} · {mesh}since {record.created[:19].replace('T', ' ')} UTC"
+    said = f"{record.source} · {mesh}since {record.created[:19].replace('T', ' ')} UTC"
     head = f"<h2 class='model'>{html.said(record.model)}</h2><p class='quiet'>{html.said(said)}</p>"
-    return html.page(head + _verdict(snapshot))
+    return html.page(head + _verdict(snapshot, now))
 
 
-def _verdict(snapshot: Snapshot) -> str:
+def _verdict(snapshot: Snapshot, now: Doing | None) -> str:
     """The run in one line: how it stands, how far up the ladder, how many checks."""
     last = {rung.verb: rung.status for rung in snapshot.record.rungs if rung.verb in LADDER}
     reports = [report for report in _last(snapshot) if report.verb in LADDER]
     checks = [check.status for report in reports for check in report.checks if check.status != "skipped"]
     failed = next((verb for verb in LADDER if last.get(verb) in ("failed", "refused")), "")
     has_died = snapshot.health is not None and snapshot.health.failure is not None
-    running = next((verb for verb in LADDER if verb not in last and _is_running(snapshot, verb)), "")
-    if failed:
+    if now is not None and (now.is_running or not (failed or has_died)):
+        word, kind = now.sentence, now.kind
+    elif failed:
         word, kind = f"{last[failed]} at {failed}", "failed"
     elif has_died:
         word, kind = "the engine failed", "failed"
-    elif running:
-        word, kind = f"{running} is running", ""
     elif not last:
         word, kind = "nothing was run yet", ""
     else:
@@ -72,14 +78,15 @@ def _verdict(snapshot: Snapshot) -> str:
     return f"<p class='verdict'><span class='status {kind}'>{html.said(word)}</span>{said}</p>"
 
 
-def _ladder(snapshot: Snapshot) -> str:
+def _ladder(snapshot: Snapshot, now: Doing | None) -> str:
     last = {rung.verb: rung for rung in snapshot.record.rungs}
     items = []
     for verb in LADDER:
-        rung = last.get(verb)
-        report = snapshot.latest(verb)
-        state = rung.status if rung else "running" if _is_running(snapshot, verb) else ""
-        word = state or "not run"
+        current = now if now is not None and now.verb == verb else None
+        rung = last.get(verb) if current is None else None  # what is done again has no outcome yet
+        report = snapshot.latest(verb) if rung else None
+        state = current.kind if current else rung.status if rung else ""
+        word = current.state if current else state or "not run"
         took = f" in {_took(rung.duration_s)}" if rung and rung.status != "refused" else ""
         said = html.with_units(highlights(report)) if report is not None else ""  # as HTML
         forced = " (forced)" if rung and rung.forced else ""
@@ -94,34 +101,13 @@ def _took(duration_s: float) -> str:
     return html.amount(duration_s, "s") if duration_s < 1 else words.seconds(duration_s)
 
 
-def _is_running(snapshot: Snapshot, verb: str) -> bool:
-    events = [event for event, _ in progress_rows(snapshot, verb)]
-    return bool(events) and time.time() - max(event.time_s for event in events) < RECENT_S
-
-
 def _first(snapshot: Snapshot) -> str:
     """How to begin, where nothing was run."""
-    is_new = not snapshot.record.rungs and not progress_rows(snapshot)
+    is_new = not snapshot.record.rungs and not snapshot.progress
     return html.commands(command(snapshot, "up")) if is_new else ""
 
 
-def _running(snapshot: Snapshot) -> str:
-    """Bars of what has not ended: amount, rate, time to go."""
-    done = {rung.verb for rung in snapshot.record.rungs}
-    rows = []
-    for event, pace in progress_rows(snapshot):
-        if event.rung in done or time.time() - event.time_s > RECENT_S:
-            continue
-        share = event.done / event.total if event.total else 0.0
-        amount = words.of_total(event.done, event.total, event.unit) if event.total else ""
-        rate = words.quantity(pace.rate, f"{event.unit}/s") if pace.rate and event.unit else ""
-        left = f"{words.seconds(pace.remaining_s)} to go" if pace.remaining_s else ""
-        line = " · ".join(part for part in (f"{event.rung}: {event.phase}", amount, rate, left, event.detail) if part)
-        rows.append(f"<p>{html.said(line)}</p>{html.track(share)}")
-    return "".join(rows)
-
-
-def _wrong(snapshot: Snapshot) -> str:
+def _wrong(snapshot: Snapshot, now: Doing | None) -> str:
     """What failed and what to do next, before everything else: the engine, then rungs, then readings that alarm."""
     health, parts = snapshot.health, []
     if health is not None and health.failure is not None:
@@ -132,6 +118,9 @@ def _wrong(snapshot: Snapshot) -> str:
             f"<p class='quiet'>See engine/{log}.log in the run directory, and start again.</p>"
         )
         parts.append(html.card("The engine failed", body, "alarm"))
+    if now is not None and now.state == BROKE_OFF:
+        again = html.commands(command(snapshot, now.verb if now.verb in VERBS else "up"))
+        parts.append(html.card(f"The rung {now.sentence}", html.nothing(GONE) + again, "alarm"))
     last = _last(snapshot)
     failed = [(report, check) for report in last for check in report.checks if check.status == "failed"]
     rows = "".join(

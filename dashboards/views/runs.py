@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import panel as pn
 
 from firstlight.dashboards import html
-from firstlight.dashboards.store import Snapshot, reports_of
+from firstlight.dashboards.store import EVENTS, Snapshot, reports_of
 from firstlight.dashboards.views.view import ACROSS, FIELD, Page, card, column, pane, put
+from firstlight.dashboards.views.working import RUNNING, state_of
 from firstlight.engine.errors import Refused
 from firstlight.workbench.compare_runs import compare_reports
 from firstlight.workbench.render import words
@@ -21,10 +23,32 @@ MOST = 200
 CHOOSE = "Choose two or more to see their figures side by side, and the last to the first."
 
 
-def _status(record: RunRecord) -> str | None:
-    """As the last reports of its rungs have it."""
+def _status(record: RunRecord, state: str) -> str | None:
+    """As the last reports of its rungs have it, and what has become of the one without a report."""
+    if state == RUNNING:
+        return state
     last = {rung.verb: rung.status for rung in record.rungs}.values()
-    return "failed" if any(status != "passed" for status in last) else "passed" if last else None
+    is_bad = bool(state) or any(status != "passed" for status in last)
+    return "failed" if is_bad else "passed" if last else None
+
+
+def _rungs(record: RunRecord, state: str) -> str:
+    """The rungs that did not pass, and the one without a report."""
+    last = {rung.verb: rung.status for rung in record.rungs}
+    found = [f"{verb} {status}" for verb, status in last.items() if status != "passed"]
+    found += [f"{record.work.verb} {state}"] if record.work is not None else []
+    return ", ".join(found) or ("all passed" if last else "none yet")
+
+
+def _state(directory: Path, record: RunRecord) -> str:
+    """What has become of the rung that has begun, if there is one."""
+    if record.work is None:
+        return ""
+    try:
+        told_s = max((directory / name).stat().st_mtime for name in (EVENTS, f"{EVENTS}-wal"))
+    except OSError:
+        told_s = record.work.began_s
+    return state_of(record.work, told_s)
 
 
 class Runs:
@@ -55,18 +79,14 @@ class Runs:
             kept = [name for name in self._pick.value if name in names]
             self._pick.options = names
             self._pick.value = kept
+        states = {name: _state(self._page.store.root / name, record) for name, record in runs[:MOST]}
         rows = [
             {
                 "run": html.Link(name, urlencode({"run": name, "tab": "Overview"})),
                 "model": record.model,
                 "begun": record.created[:19].replace("T", " "),
-                "status": _status(record),
-                "rungs": ", ".join(
-                    f"{verb} {status}"
-                    for verb, status in {r.verb: r.status for r in record.rungs}.items()
-                    if status != "passed"
-                )
-                or ("all passed" if record.rungs else "none yet"),
+                "status": _status(record, states[name]),
+                "rungs": _rungs(record, states[name]),
                 "command": html.Line(record.command),
             }
             for name, record in runs[:MOST]

@@ -14,6 +14,7 @@ from firstlight.dashboards import html
 from firstlight.dashboards.figures import Figure
 from firstlight.dashboards.store import DataStore, Follower, Snapshot
 from firstlight.dashboards.theme import CARD, CHART, FIELDS, SHEET
+from firstlight.dashboards.views.working import bars, doing
 from firstlight.engine.parallel.mesh import AXES, HEADS, Mesh
 from firstlight.workbench.runs import LADDER
 
@@ -25,6 +26,8 @@ CONFIG = {
 }
 MARGIN = (0, 14, 10, 0)
 ACROSS = (0, 0, 10, 0)  # of a field as wide as its card
+STAGES = {"up": "start"}
+"""The rung that a verb's cards wait for, where it is another than the verb."""
 FIELD: dict[str, Any] = {"stylesheets": [FIELDS], "margin": MARGIN}
 """What every field is made with."""
 
@@ -107,8 +110,13 @@ def mesh_of(snapshot: Snapshot) -> Mesh | None:
 def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
     """A card for what a rung has not done in this run: why, if the ladder stopped before, and the command that does.
 
-    `more`: further words of the command.
+    Of a rung that is being done, or broke off, how far it is. `more`: further words of the command.
     """
+    now = doing(snapshot)
+    is_this = now is not None and now.verb in (verb, STAGES.get(verb))
+    if now is not None and is_this:
+        again = "" if now.is_running else html.commands(command(snapshot, verb, *more))
+        return html.card(title, html.nothing(f"The rung {now.sentence}.") + bars(now) + again)
     last = {rung.verb: rung.status for rung in snapshot.record.rungs}
     said = f"The rung {verb} was not run."
     if verb == "up":
@@ -121,7 +129,7 @@ def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
 
 def command(snapshot: Snapshot, verb: str, *more: str) -> str:
     """The command that does a rung of this run, with its checkpoint and mesh; `more`: further words of it."""
-    directory, checkpoint = Path(snapshot.directory), snapshot.record.checkpoint
+    directory, checkpoint = Path(snapshot.directory), snapshot.record.source
     mesh = mesh_of(snapshot) if verb != "scan" else None
     axes = [word for axis in AXES if mesh and mesh.size(axis) > 1 for word in (f"--{axis}", str(mesh.size(axis)))]
     place = f"{directory.parent.name}/{directory.name}"
