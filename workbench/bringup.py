@@ -32,7 +32,7 @@ from firstlight.workbench.fallback import mode_of, use
 from firstlight.workbench.faults import report_of
 from firstlight.workbench.progress import Listener, Progress
 from firstlight.workbench.render import words
-from firstlight.workbench.report import Report
+from firstlight.workbench.report import Report, since
 from firstlight.workbench.runs import Run, name_of
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ class Bringup:
 
         Only a start beside an engine that runs here already is no rung of this run: nothing about it has changed.
         """
-        forced = False
+        forced, began_s = False, time.perf_counter()
         try:
             forced = self.run.require(verb, self.force)
             with self.run.working(verb):
@@ -369,7 +369,7 @@ class Bringup:
             self.run.rest()
             return report_of(verb, self.run.record.model, error)
         except FirstlightError as error:
-            report = report_of(verb, self.run.record.model, self._told(error))
+            report = since(report_of(verb, self.run.record.model, self._told(error)), began_s)
         if forced:
             report = msgspec.structs.replace(report, forced=True)
         report = self.run.with_losses(report)

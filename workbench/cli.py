@@ -101,9 +101,9 @@ def _write_interrupted(words: list[str], outlet: Outlet) -> None:
     """The report of a verb that was interrupted before it had one."""
     if outlet.is_done:
         return
-    from firstlight.workbench.report import interruption
+    from firstlight.workbench.report import interruption, since
 
-    _write(interruption(words[0]), outlet)
+    _write(since(interruption(words[0], outlet.title), outlet.began_s), outlet)
 
 
 def _write(report: Report, outlet: Outlet) -> None:
@@ -174,10 +174,12 @@ def _run_verb(verb: str, words: list[str], outlet: Outlet) -> int:
     from firstlight.workbench import arguments as parsing
     from firstlight.workbench.face import Face
     from firstlight.workbench.faults import report_of
+    from firstlight.workbench.report import since
     from firstlight.workbench.session import Session, refuse_unwritable
 
     command = load_command(verb)
     parsed = parsing.parse(verb, command, words)
+    outlet.title = _title(parsed)
     session = Session(Face(parsed.quiet, outlet.is_stdout), force=parsed.force, outlet=outlet)
     if parsed.json is not None:
         refuse_unwritable(parsed.json)
@@ -190,10 +192,10 @@ def _run_verb(verb: str, words: list[str], outlet: Outlet) -> int:
             with session.working(verb):
                 report = command.run(parsed, session)
         except (FirstlightError, OSError, MemoryError) as error:
-            report = report_of(verb, _title(parsed), error)
+            report = since(report_of(verb, outlet.title, error), outlet.began_s)
             session.leave_run(verb, error)
         except Exception as error:  # noqa: BLE001 - the outermost boundary: a fault of ours is told as one
-            report = report_of(verb, _title(parsed), error, session.run)
+            report = since(report_of(verb, outlet.title, error, session.run), outlet.began_s)
         brief = getattr(command, "SHOWS_ITSELF", False)
         return session.finish(report, brief).exit_status
     finally:

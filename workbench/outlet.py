@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 class Outlet:
     """What `--json` asked for. Standard output gets one report whatever comes after it; a file holds the last one.
 
-    An interrupt waits until a report is written whole (`interrupts.listening`).
+    An interrupt waits until a report is written whole (`interrupts.listening`). `title` is what the call is about, once
+    that is known; `began_s` is when it began (`time.perf_counter`).
     """
 
     def __init__(self, words: Sequence[str]) -> None:
+        self.title = ""
+        self.began_s = time.perf_counter()
         self._words = words
         self._has_spoken = False
 

@@ -247,11 +247,20 @@ def failure(verb: str, title: str, error: RankFailure) -> Report:
     return draft.close("failed")
 
 
-def interruption(verb: str) -> Report:
+def interruption(verb: str, title: str) -> Report:
     """The report of a verb that was interrupted before it had one."""
-    draft = Draft(verb, "")
+    draft = Draft(verb, title)
     draft.find(fatal("interrupted", f"{verb} was interrupted", expected="it goes on to its end", next="call it again"))
     return draft.close("failed")
+
+
+def since(report: Report, began_s: float) -> Report:
+    """A report that was made at the end of what began at `began_s` (`time.perf_counter`), with its true times."""
+    duration_s = time.perf_counter() - began_s
+    began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=duration_s)
+    return msgspec.structs.replace(
+        report, started=began.isoformat(timespec="milliseconds"), duration_s=round(duration_s, 6)
+    )
 
 
 def now_iso() -> str:

@@ -131,7 +131,7 @@ def test_standard_output_gets_one_report_and_a_file_the_last(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """`serve` tells that it is ready, and may fail hours later."""
-    first, then = interruption("first"), interruption("then")
+    first, then = interruption("first", "toy"), interruption("then", "toy")
     spoken, kept = Outlet(("serve", "--json", "-")), Outlet(("serve", f"--json={tmp_path / 'r.json'}"))
     for report in (first, then):
         spoken.write(report)
@@ -155,7 +155,7 @@ def test_a_report_is_written_whole_before_an_interrupt_counts(monkeypatch: pytes
     slow = Slow()
     monkeypatch.setattr(sys, "stdout", slow)
     with pytest.raises(KeyboardInterrupt), listening():
-        _wait(lambda: Outlet(("scan", "--json", "-")).write(interruption("scan")))
+        _wait(lambda: Outlet(("scan", "--json", "-")).write(interruption("scan", "toy")))
     assert json.loads(slow.text)["verb"] == "scan"
 
 
