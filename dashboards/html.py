@@ -15,7 +15,8 @@ from firstlight.workbench.render import words
 from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Metric
 
-SHORT = 36  # characters that stay on one line
+WORD = 14  # characters that stay on one line on the narrowest screen
+SHORT = 36  # and on any other
 LONG = 72  # and beyond so many a text is a paragraph, which must not become a tall column
 MOST_ROWS = 500
 MANY = 8  # columns, beyond which they stand closer
@@ -209,7 +210,7 @@ def _in_words(column: str, value: Any) -> str:
 
 
 def _cell(column: str, text: str, kind: str, value: Any) -> str:
-    kind = kind or ("t" if len(text) <= SHORT else "w" if len(text) <= LONG else "w x")
+    kind = kind or _kind_of(text)
     inner = status(text) if column == "status" and text in STATUSES else said(text)
     if isinstance(value, Line):
         kind, inner = f"{kind} line", _command(text)
@@ -220,6 +221,13 @@ def _cell(column: str, text: str, kind: str, value: Any) -> str:
     in_full = f"{value:,}" if isinstance(value, int) else repr(value)
     is_rounded = words.is_number(value) and in_full not in (text, f"{text}.0")
     return f'<td class="{kind}"' + (f' title="{said(in_full)}"' if is_rounded else "") + f">{inner}</td>"
+
+
+def _kind_of(text: str) -> str:
+    """The class of a text: on one line, on one line where there is room, in lines, a paragraph."""
+    if len(text) <= SHORT:
+        return "t m" if len(text) > WORD and " " in text else "t"
+    return "w" if len(text) <= LONG else "w x"
 
 
 def _parted(text: object) -> str:

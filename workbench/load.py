@@ -31,6 +31,7 @@ from firstlight.engine.weights.ledger import Ledger, account
 from firstlight.engine.weights.loading.pages import Pages, reserve
 from firstlight.engine.weights.sources.local import LocalFiles, Method
 from firstlight.workbench import fallback_rungs
+from firstlight.workbench.describe import span
 from firstlight.workbench.progress import Progress
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.resident import kept_here
@@ -287,7 +288,7 @@ def _rank_row(mesh: Mesh, pieces: RankPieces, weights: Weights) -> dict[str, Any
     return {
         "rank": pieces.rank,
         **at,
-        "layers": f"{pieces.layers[0]} to {pieces.layers[1] - 1}",
+        "layers": span(pieces.layers[0], pieces.layers[1] - pieces.layers[0]),
         **{f"{role}_bytes": nbytes for role, nbytes in pieces.bytes_by_role().items()},
         "planned_bytes": pieces.nbytes,
         "resident_bytes": weights.nbytes,

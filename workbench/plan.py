@@ -27,6 +27,7 @@ from firstlight.engine.weights.formats.plain import Plain
 from firstlight.engine.weights.formats.registry import stored_format
 from firstlight.engine.weights.formats.telltale import by_files
 from firstlight.workbench import fallback_rungs
+from firstlight.workbench.describe import span
 from firstlight.workbench.facts import completed, filled_in, shipped
 from firstlight.workbench.report import Draft, Report
 from firstlight.workbench.resident import resident_finding
@@ -223,7 +224,7 @@ def _rank_rows(found: Plan) -> Iterator[dict[str, Any]]:
         yield {
             "rank": rank.rank,
             **{axis: rank.at.on(axis) for axis in axes},
-            "layers": f"{rank.layers[0]} to {rank.layers[1] - 1}",
+            "layers": span(rank.layers[0], rank.layers[1] - rank.layers[0]),
             **{f"{role}_bytes": rank.weights.get(role, 0) for role in roles},
             "weight_bytes": rank.weight_bytes,
             "cache_bytes": rank.cache,

@@ -73,7 +73,9 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
         row, beat = planned.get(rank, {}), beats.get(rank)
         lines = [f"{axes[-1]} {at.on(axes[-1])}" if axes else "alone"]  # the other axes head its row
         if row:
-            lines.append(f"layers {row.get('layers')}, {words.in_bytes(row.get('weight_bytes', 0))}")
+            layers = str(row.get("layers"))
+            held = f"layer {layers}" if layers.isdecimal() else f"layers {layers}"
+            lines.append(f"{held}, {words.in_bytes(row.get('weight_bytes', 0))}")
         if beat is not None:
             lines.append(f"{beat.machine}, process {beat.pid}: {beat.phase or beat.stage}")
         bad = failure is not None and failure.rank == rank
@@ -83,17 +85,25 @@ def _ranks(snapshot: Snapshot, mesh: Mesh) -> str:
         row_of = ", ".join(f"{axis} {at.on(axis)}" for axis in axes[:-1])
         tiles.setdefault(row_of, []).append(html.card(f"rank {rank}", body, "alarm" if bad else ""))
     more = html.nothing(f"and {mesh.world_size - MOST_RANKS:,} more") if mesh.world_size > MOST_RANKS else ""
-    kind = _grid(mesh.world_size, mesh.size(axes[-1]) if axes else 1)
+    in_row = mesh.size(axes[-1]) if axes else 1
+    kind = _grid(mesh.world_size, in_row)
     rows = (
-        (f"<h3>{html.said(name)}</h3>" if name else "") + f'<div class="{kind}">{"".join(found)}</div>'
+        f'<div style="--row:{in_row}">'
+        + (f"<h3>{html.said(name)}</h3>" if name else "")
+        + f'<div class="{kind}">{"".join(found)}</div></div>'
         for name, found in tiles.items()
     )
-    return f"{''.join(rows)}{more}"
+    return f'<div class="{_groups(mesh.world_size, in_row)}">{"".join(rows)}</div>{more}'
 
 
 def _grid(ranks: int, in_row: int) -> str:
     """Class names of a grid: many ranks get small tiles, and rows of eight are not broken at five."""
     return "grid ranks" + " many" * (ranks > FEW_RANKS) + " eights" * (in_row % 8 == 0)
+
+
+def _groups(ranks: int, in_row: int) -> str:
+    """Class names of what holds the rows: many short ones stand side by side."""
+    return "rows" * (ranks > FEW_RANKS and in_row < FEW_RANKS)
 
 
 def _links(snapshot: Snapshot) -> str:

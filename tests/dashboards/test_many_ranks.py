@@ -3,7 +3,7 @@
 import re
 
 from firstlight.dashboards import figures, html
-from firstlight.dashboards.views.topology import _grid
+from firstlight.dashboards.views.topology import _grid, _groups
 from firstlight.engine.findings import fatal
 from firstlight.workbench.render import words
 
@@ -66,6 +66,18 @@ def test_tiles_of_ranks_stand_in_rows_of_their_axis() -> None:
     assert _grid(2, 2) == "grid ranks"
     assert _grid(64, 8) == "grid ranks many eights"
     assert _grid(12, 6) == "grid ranks many"
+
+
+def test_short_rows_of_many_ranks_stand_side_by_side() -> None:
+    assert _groups(64, 2) == "rows"
+    assert _groups(64, 8) == _groups(2, 2) == ""
+
+
+def test_a_few_words_may_stand_in_lines_where_there_is_little_room_and_names_may_not() -> None:
+    kinds = [html.table([{"x": text}]).partition('<td class="')[2].partition('"')[0] for text in (
+        "stop", "What animal is this?", "model-00001-of-00003.safetensors", "long " * 12,
+    )]  # fmt: skip
+    assert kinds == ["t", "t m", "t", "w"]
 
 
 def test_amounts_name_their_unit_once() -> None:
