@@ -74,6 +74,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         """The last report of a verb."""
         return next((report for report in reversed(self.reports) if report.verb == verb), None)
 
+    def figures(self, verb: str) -> Report | None:
+        """The last report of a verb, if it holds any: one that was refused holds the reason alone."""
+        report = self.latest(verb)
+        return report if report is not None and (report.metrics or report.tables or report.checks) else None
+
     @property
     def has_engine(self) -> bool:
         """Whether an engine answers now."""
@@ -473,7 +478,8 @@ def reports_of(run: Run) -> tuple[Report, ...]:
         try:
             found.append(run.report(rung))
         except Refused as refused:
-            found.append(refusal(rung.verb, run.record.model, refused))
+            wrong = [msgspec.structs.replace(finding, next=f"do {rung.verb} again") for finding in refused.findings]
+            found.append(refusal(rung.verb, run.record.model, Refused(wrong)))
     return tuple(found)
 
 

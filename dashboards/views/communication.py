@@ -33,7 +33,7 @@ class Communication:
         if snapshot.reports_version == self._version:
             return
         self._version = snapshot.reports_version
-        self._profile = snapshot.latest("profile")
+        self._profile = snapshot.figures("profile")
         self._missing = not_yet(snapshot, "Communication", "profile")
         self._draw()
 

@@ -35,7 +35,7 @@ class Layers:
         if snapshot.reports_version == self._version:
             return
         self._version = snapshot.reports_version
-        profile = snapshot.latest("profile")
+        profile = snapshot.figures("profile")
         rows = profile.tables.get("layers", []) if profile is not None else []
         for phase, chart in self._charts.items():
             chart.show(figures.layer_bars(rows, phase) if rows else None)

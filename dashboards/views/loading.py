@@ -53,7 +53,7 @@ class Loading:
     def draw(self, snapshot: Snapshot) -> None:
         now = doing(snapshot)
         going_on = now if now is not None and now.verb in RUNGS and now.is_running else None
-        load = None if now is not None and now.verb == "load" else snapshot.latest("load")  # what was is no more
+        load = None if now is not None and now.verb == "load" else snapshot.figures("load")  # what was is no more
         put(self._top, html.page(_starting(going_on), _summary(snapshot, load)))
         heard = sum(int(pace.last.time_s * 1000) for (rung, _), pace in snapshot.progress.items() if rung in RUNGS)
         version = snapshot.reports_version, heard

@@ -117,7 +117,7 @@ def _planned(snapshot: Snapshot) -> str:
 
 
 def _measured(snapshot: Snapshot) -> str:
-    start = snapshot.latest("start")
+    start = snapshot.figures("start")
     rows = start.tables.get("memory", []) if start is not None else []
     if not rows:
         return not_yet(snapshot, "Measured", "up")
@@ -129,7 +129,7 @@ def _measured(snapshot: Snapshot) -> str:
 
 
 def _pools(snapshot: Snapshot) -> str:
-    start, plan = snapshot.latest("start"), snapshot.latest("plan")
+    start, plan = snapshot.figures("start"), snapshot.latest("plan")
     parts = []
     if start is not None and plan is not None:
         planned = {row["rank"]: row for row in plan.tables.get("ranks", [])}

@@ -15,7 +15,9 @@ from firstlight.workbench.cli import VERBS
 from firstlight.workbench.ladder import highlights
 from firstlight.workbench.render import words
 from firstlight.workbench.report import Report
-from firstlight.workbench.runs import LADDER
+from firstlight.workbench.runs import LADDER, RungRecord
+
+UNREADABLE = "unreadable"  # what a rung is whose report cannot be read
 
 GONE = (
     "Its process is gone and left no report. It was killed, perhaps for want of memory (dmesg says so), or its machine"
@@ -53,10 +55,10 @@ def _head(snapshot: Snapshot, now: Doing | None) -> str:
 
 def _verdict(snapshot: Snapshot, now: Doing | None) -> str:
     """The run in one line: how it stands, how far up the ladder, how many checks."""
-    last = {rung.verb: rung.status for rung in snapshot.record.rungs if rung.verb in LADDER}
+    last = {rung.verb: _status(snapshot, rung) for rung in snapshot.record.rungs if rung.verb in LADDER}
     reports = [report for report in _last(snapshot) if report.verb in LADDER]
     checks = [check.status for report in reports for check in report.checks if check.status != "skipped"]
-    failed = next((verb for verb in LADDER if last.get(verb) in ("failed", "refused")), "")
+    failed = next((verb for verb in LADDER if last.get(verb, "passed") != "passed"), "")
     has_died = snapshot.health is not None and snapshot.health.failure is not None
     if now is not None and (now.is_running or not (failed or has_died)):
         word, kind = now.sentence, now.kind
@@ -85,8 +87,8 @@ def _ladder(snapshot: Snapshot, now: Doing | None) -> str:
         current = now if now is not None and now.verb == verb else None
         rung = last.get(verb) if current is None else None  # what is done again has no outcome yet
         report = snapshot.latest(verb) if rung else None
-        state = current.kind if current else rung.status if rung else ""
-        word = current.state if current else state or "not run"
+        word = current.state if current else _status(snapshot, rung) if rung else "not run"
+        state = current.kind if current else {"not run": "", UNREADABLE: "failed"}.get(word, word)
         took = f" in {_took(rung.duration_s)}" if rung and rung.status != "refused" else ""
         said = html.with_units(highlights(report)) if report is not None else ""  # as HTML
         forced = " (forced)" if rung and rung.forced else ""
@@ -95,6 +97,12 @@ def _ladder(snapshot: Snapshot, now: Doing | None) -> str:
             f"<span>{html.said(took + forced)}</span><p>{said}</p></li>"
         )
     return f'<ol class="ladder">{"".join(items)}</ol>'
+
+
+def _status(snapshot: Snapshot, rung: RungRecord) -> str:
+    """As its report has it; where that cannot be read, nothing holds."""
+    report = snapshot.latest(rung.verb)
+    return rung.status if report is None or report.status == rung.status else UNREADABLE
 
 
 def _took(duration_s: float) -> str:

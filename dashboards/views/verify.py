@@ -31,7 +31,7 @@ class Verify:
         if snapshot.reports_version == self._version:
             return
         self._version = snapshot.reports_version
-        self._report = snapshot.latest("verify")
+        self._report = snapshot.figures("verify")
         self._missing = not_yet(snapshot, "Verify", "verify")
         cases = (
             [n.removesuffix("layers").strip() for n in self._report.tables if n.endswith("layers")]

@@ -110,7 +110,8 @@ def mesh_of(snapshot: Snapshot) -> Mesh | None:
 def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
     """A card for what a rung has not done in this run: why, if the ladder stopped before, and the command that does.
 
-    Of a rung that is being done, or broke off, how far it is. `more`: further words of the command.
+    Of a rung that is being done, or broke off, how far it is; of one that holds no figures, the reason. `more`:
+    further words of the command.
     """
     now = doing(snapshot)
     is_this = now is not None and now.verb in (verb, STAGES.get(verb))
@@ -121,6 +122,10 @@ def not_yet(snapshot: Snapshot, title: str, verb: str, *more: str) -> str:
     said = f"The rung {verb} was not run."
     if verb == "up":
         said = f"No engine {'was started' if mesh_of(snapshot) is None else 'answers'} in this run."
+    report = snapshot.latest(STAGES.get(verb, verb))
+    if report is not None and not snapshot.has_engine and snapshot.figures(report.verb) is None:
+        said = f"The rung {report.verb} has no figures to show."
+        return html.card(title, html.nothing(said) + html.findings(report.findings), "alarm")
     stopped = next((one for one in LADDER if last.get(one) in ("failed", "refused")), "")
     if stopped and stopped != verb:
         said += f" The ladder stopped at {stopped}: Overview says why, and what to do next."

@@ -109,6 +109,22 @@ def test_an_interrupted_rung_is_called_so_and_one_elsewhere_goes_by_what_it_writ
             assert now.state == state
 
 
+def test_a_report_that_cannot_be_read_is_no_pass_and_no_blank_card(tmp_path: Path) -> None:
+    with Run.at(tmp_path / "a", "toy", "ckpt") as run:
+        for verb in ("scan", "load"):
+            run.add(report(verb))
+    (tmp_path / "a/reports/02-load.json").write_text("{")
+    snapshot = snapshot_of(tmp_path / "a")
+    assert "unreadable at load" in _verdict(snapshot, None)
+    assert '<li class="failed"><b>load</b><span class="failed">unreadable</span>' in _ladder(snapshot, None)
+    assert '<li class="passed"><b>scan</b>' in _ladder(snapshot, None)
+    said = not_yet(snapshot, "Loading", "load")
+    for words in ("has no figures to show", "is not a report", "do load again"):
+        assert words in said.replace("<wbr>", ""), words
+    assert snapshot.figures("load") is None
+    assert snapshot.figures("scan") is not None
+
+
 def test_only_the_last_attempt_is_drawn_and_very_many_events_as_so_many_points() -> None:
     again = [
         event("start", "spawn", 0, 1.0), event("start", "load", 10, 2.0), event("start", "load", 10, 3.0),
