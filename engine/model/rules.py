@@ -152,9 +152,16 @@ class Matcher:
 
     def knows_none_of(self, kind: str) -> bool:
         """Whether no rule can speak of any name that is `kind` but for `*` in place of its numbers."""
+        return not self.knows((kind,))[0]
+
+    def knows(self, kinds: Iterable[str]) -> list[bool]:
+        """Of each kind whether a rule may speak of names that are the kind but for `*` in place of their numbers."""
         words, spelt, others = self._some
-        is_of_words = kind.rpartition(".")[2] in words and spelt.match(kind) is not None
-        return not is_of_words and others.match(kind) is None
+        by_word, otherwise = spelt.match, others.match
+        return [
+            (kind[kind.rfind(".") + 1 :] in words and by_word(kind) is not None) or otherwise(kind) is not None
+            for kind in kinds
+        ]
 
     def _find(self, name: str) -> Template | None:
         """The rule and its parameter names with `{0}`, `{1}` ... for the numbers of the tensor name, in order."""

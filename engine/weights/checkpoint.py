@@ -45,6 +45,7 @@ from firstlight.engine.weights.sources.local import LocalFiles
 from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
 
 if TYPE_CHECKING:
+    from firstlight.engine.weights.files.lines import Vocabulary
     from firstlight.engine.weights.files.shard_columns import ShardColumns
     from firstlight.engine.weights.files.weight_map import WeightMap
     from firstlight.engine.weights.names.table import Table
@@ -260,7 +261,8 @@ def _headers(
     directory: Path, source: ByteSource, files: Sequence[str], index: Index | None
 ) -> tuple[dict[str, TensorInfo] | Table, list[Finding], list[str]]:
     """All tensors by name, findings about the files, and the files whose headers could not be read."""
-    read = _read(paths_of(directory, source, files), index)
+    vocabulary = _vocabulary(index)
+    read = _read(paths_of(directory, source, files), index, vocabulary)
     broken = [file for file, header in zip(files, read, strict=True) if isinstance(header, Refused)]
     listed = names_in(index.weight_map, broken) if index is not None and broken else {}
     findings: list[Finding] = []
@@ -270,20 +272,30 @@ def _headers(
         else:
             findings.extend(header.findings)
     weight_map = index.weight_map if index is not None else {}
-    tensors, doubled = _gathered([header for header in read if not isinstance(header, Refused)], weight_map, source)
+    sound = [header for header in read if not isinstance(header, Refused)]
+    tensors, doubled = _gathered(sound, weight_map, source)
     return tensors, [*findings, *doubled], broken
 
 
-def _read(paths: Sequence[AnyPath], index: Index | None) -> list[Header | ShardColumns | Refused]:
+def _vocabulary(index: Index | None) -> Vocabulary | None:
+    """What numbers the patterns of an index of very many tensors; that of the headers is the same."""
+    return None if index is None or isinstance(index.weight_map, dict) else index.weight_map.names.vocabulary
+
+
+def _read(
+    paths: Sequence[AnyPath], index: Index | None, vocabulary: Vocabulary | None
+) -> list[Header | ShardColumns | Refused]:
     """The header of each file, or why it has none; as columns for very many tensors with usual headers."""
     are_many = header_bytes(paths) >= LARGE_BYTES if index is None else len(index.weight_map) >= MANY
     if not are_many or not paths:
         return list(in_turn(partial(_or_why, read_header), paths))
+    from firstlight.engine.weights.files.lines import Vocabulary
     from firstlight.engine.weights.files.shard_columns import read_shard
 
-    first = _or_why(read_shard, paths[0])
+    as_columns = partial(read_shard, vocabulary=Vocabulary() if vocabulary is None else vocabulary)
+    first = _or_why(as_columns, paths[0])
     are_usual = not isinstance(first, Header) or bool(first.findings)
-    return [first, *in_turn(partial(_or_why, read_shard if are_usual else read_header), paths[1:])]
+    return [first, *in_turn(partial(_or_why, as_columns if are_usual else read_header), paths[1:])]
 
 
 def _or_why(read: Callable[[AnyPath], T], path: AnyPath) -> T | Refused:
@@ -298,11 +310,12 @@ def _gathered(
 ) -> tuple[dict[str, TensorInfo] | Table, list[Finding]]:
     """All tensors by name, in the order of files, and findings about duplicates."""
     groups = [header.tensors for header in headers if isinstance(header, Header)]
-    if len(groups) < len(headers):
+    columns = [header for header in headers if not isinstance(header, Header)]
+    if columns:
         from firstlight.engine.weights.files.copies import settled_rows
         from firstlight.engine.weights.names.table import Table, infos_of
 
-        table = Table.of(headers)
+        table = Table.of(headers, columns[0].names.vocabulary)
         if table is not None:
             return settled_rows(table, index, source) if len(table.twice) else (table, [])
         groups = [header.tensors if isinstance(header, Header) else infos_of(header) for header in headers]

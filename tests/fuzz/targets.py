@@ -38,6 +38,7 @@ from firstlight.engine.weights.accounts.said import MODELOPT
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.header import read_header, read_text
 from firstlight.engine.weights.files.index import INDEX
+from firstlight.engine.weights.files.lines import Vocabulary
 from firstlight.engine.weights.files.shard_columns import columns_of
 from firstlight.engine.weights.files.weight_map import read_weight_map
 from firstlight.engine.weights.ledger import account
@@ -77,7 +78,7 @@ def header(data: bytes) -> None:
     path.write_bytes(data)
     columns = None
     try:
-        columns = columns_of(read_text(path))
+        columns = columns_of(read_text(path), Vocabulary())
         found = read_header(path)
     except Refused as refused:
         assert columns is None

@@ -263,9 +263,9 @@ def missing_findings(
             way = (
                 f"perhaps {found}, as many and of the same shape: rename them or add a weight rule; nothing is guessed"
             )
-        elif list(names) == ["head.weight"] and not tied_head and "embed.weight" not in missing:
+        elif names[:2] == ["head.weight"] and not tied_head and "embed.weight" not in missing:
             way = "fetch the shard with the output head; if the release ties it, tie_word_embeddings must say so"
-        elif list(names) == ["embed.weight"] and tied_head and head is not None:
+        elif names[:2] == ["embed.weight"] and tied_head and head is not None:
             why = f"; config.json ties the token embedding to the output head, and {head} alone is stored"
             way = (
                 "fetch the shard with the embedding; if the release has none, store "

@@ -21,7 +21,7 @@ from firstlight.engine.weights.files.header import TensorInfo
 from firstlight.engine.weights.formats.grid import Format, Packed
 from firstlight.engine.weights.names.listed import Numbered
 from firstlight.engine.weights.names.naming import pattern_of
-from firstlight.engine.weights.names.patterns import grouped, parted, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, literals, parted, with_numbers
 from firstlight.engine.weights.names.stock import Kind, some
 from firstlight.engine.weights.source import Region, Source
 
@@ -235,7 +235,8 @@ class Lot:
 def with_numbers_of(name: str, pattern: str) -> str:
     """The name of a pattern with the numbers of another name."""
     found = iter(_NUMBER.findall(name))
-    return "".join(next(found) if part == "*" else part for part in re.split(r"(\*)", pattern))
+    before, *between = literals(pattern)
+    return before + "".join(next(found) + words for words in between)
 
 
 class _Book(MutableMapping[str, V]):

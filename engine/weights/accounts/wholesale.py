@@ -357,15 +357,20 @@ def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[K
         for kind in kinds
         if kind.pattern in strange or (kind.pattern in beside and matcher.knows_none_of(kind.pattern))
     ]
-    unknown = [crowd.those(crowd.chosen(partial(_is_unknown, matcher))) for crowd in crowds]
+    unknown = [crowd.those(crowd.chosen(partial(_unknown, matcher))) for crowd in crowds]
     return [*found, *(part for part in unknown if len(part.tensors))]
 
 
-def _is_unknown(matcher: Matcher, pattern: str) -> bool:
-    """Whether no rule speaks of tensors, nor of weights that they may be parts of."""
-    if not matcher.knows_none_of(pattern):
-        return False
-    return not pattern.endswith(_ENDINGS) or matcher.knows_none_of(weight_of(pattern))
+def _unknown(matcher: Matcher, patterns: Sequence[str]) -> list[bool]:
+    """Whether no rule speaks of the tensors of each pattern, nor of weights that they may be parts of."""
+    known = matcher.knows(patterns)
+    parts = [place for place, pattern in enumerate(patterns) if pattern.endswith(_ENDINGS) and not known[place]]
+    weights = [weight_of(patterns[place]) for place in parts]
+    there = dict.fromkeys(weights)
+    of_weights = dict(zip(there, matcher.knows(there), strict=True))
+    for place, weight in zip(parts, weights, strict=True):
+        known[place] = of_weights[weight]
+    return [not is_known for is_known in known]
 
 
 def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:

@@ -7,52 +7,75 @@ parsers.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice
+from itertools import count
+from operator import methodcaller
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from firstlight.engine.weights.names.patterns import STAR_ITSELF
 
 Ints = NDArray[np.integer[Any]]
 T = TypeVar("T", bound=Hashable)
 STEP_BYTES = 1 << 19  # of text worked on at a time, so that arrays stay in the processor's caches
-MOST_NUMBERS = 16  # of a line
+MOST_NUMBERS = 32  # of a line
 MOST_DIGITS = 16
 _PAD = b" " * MOST_DIGITS  # before a text, so that there are so many bytes before every number
-_ZERO, _DOT, _QUOTE, _STAR, _BRACKET, _BRACE = b'0."*]}'
+_FIRST_SIGN = 32  # what is before it are control characters
+_ZERO, _DOT, _QUOTE, _STAR, _BRACKET, _BRACE, _COMMA, _BACKSLASH = b'0."*]},\\'
+_NUMBER_SIGN = "\uf02b"  # what a star is while escapes are read
+_STAR_ITSELF = STAR_ITSELF.encode()
+_SIGNS = re.compile(rf"{_NUMBER_SIGN}|\\u[fF]02[aAbB]".encode())
+_NUMBER_LEFT = re.compile(r"\.[0-9]+(?=[.\n]|\Z)")
+_NUMBERS_TAKEN = re.compile(r"(?<=\.)[0-9]*\*(?=[.\n]|\Z)")
 _EIGHT = np.uint64(8)
 
 
 class Lines(NamedTuple):
-    """`forms`: distinct lines, with `*` for their numbers. `ids`: the form of each line. `numbers`: of each line, in
-    order, 0 behind its last.
+    """`tails`: what distinct lines have behind their middle, with `*` for their numbers; `heads`: what is before it, of
+    other lines as well.
+
+    `head` and `tail`: those of each line. `numbers`: of each line, in order, 0 behind its last; `stars`: how many of
+    them are the head's.
     """
 
-    forms: list[str]
-    ids: Ints
+    heads: Vocabulary
+    head: Ints
+    tails: tuple[str, ...]
+    tail: Ints
+    stars: Ints
     numbers: Ints
 
 
-def compact(text: bytes) -> bytes | None:
-    """JSON without the blanks between its parts; None where some may be inside of strings.
-
-    A string that holds one of `[]{},:` may lose a blank beside it: nothing that is read as lines has such names.
-    """
+def compact(text: bytes) -> bytes:
+    """JSON that begins inside of a string, without the blanks between its parts."""
     if not any(blank in text for blank in (b" ", b"\n", b"\t", b"\r")):
         return text
-    found, start = [], 0
+    found, start, is_outside = [], 0, np.uint8(0)
     while start < len(text):
         stop = text.find(b'"', start + STEP_BYTES) + 1 or len(text)
-        codes = np.frombuffer((b'"' if start else b"{") + text[start:stop] + b"}", np.uint8)
-        is_blank = _one_of(codes, b" \n\t\r")
-        edges = np.flatnonzero(is_blank[1:] != is_blank[:-1]) + 1
-        before, after = codes[edges[::2] - 1], codes[edges[1::2]]
-        if not np.all(_one_of(before, b"{[,:") | _one_of(after, b"]},:")):
-            return None
-        found.append(codes[~is_blank].tobytes()[1:-1])
-        start = stop
+        codes = np.frombuffer(text, np.uint8, stop - start, start)
+        quotes = codes == _QUOTE
+        quotes[_escaped(codes)] = False
+        outside = np.cumsum(quotes, dtype=np.uint8) + is_outside & np.uint8(1)
+        found.append(codes[~(_one_of(codes, b" \n\t\r") & outside.astype(bool))].tobytes())
+        start, is_outside = stop, outside[-1]
     return b"".join(found)
+
+
+def _escaped(codes: NDArray[np.uint8]) -> Ints:
+    """The places behind an odd number of backslashes."""
+    is_backslash = np.concatenate(([False], codes == _BACKSLASH, [False]))
+    edges = np.flatnonzero(is_backslash[1:] != is_backslash[:-1])
+    starts, stops = edges[::2], edges[1::2]
+    behind: Ints = stops[(stops - starts) % 2 == 1]
+    return behind[behind < len(codes)]
 
 
 def _one_of(codes: NDArray[np.uint8], some: bytes) -> NDArray[np.bool_]:
@@ -60,42 +83,100 @@ def _one_of(codes: NDArray[np.uint8], some: bytes) -> NDArray[np.bool_]:
     return found
 
 
-def read_lines(text: bytes | bytearray, between: bytes) -> Lines | None:
+def read_lines(text: bytes | bytearray, middle: bytes, between: bytes, heads: Vocabulary) -> Lines | None:
     """What stands between occurrences of `between`, the first byte of which ends each line and the text.
 
-    Numbers are what a name has between its dots, or behind the last, and the two at the end of an entry of a header:
-    `a.3.w1":{"shape":[2],"data_offsets":[0,8]` is `a.*.w1":{"shape":[2],"data_offsets":[*,*]`. Zeros before a number
-    stay in the form, and so do digits before its last `MOST_DIGITS` (`patterns.py` has names so as well).
-    None for text that is no UTF-8, has a backslash, a `*` or a zero byte in it, or very many numbers in a line.
+    A line is a name, `middle`, and a tail. Numbers are what a name has between its dots, or behind the last, and the
+    two at the end of an entry of a header: of `a.3.w1":{"shape":[2],"data_offsets":[0,8]` the head is `a.*.w1` and the
+    tail `shape":[2],"data_offsets":[*,*]`. Zeros before a number stay in the head, and so do digits before its last
+    `MOST_DIGITS`, and a star of the name's own is another sign (`patterns.py` has names so as well).
+    None for text that is no UTF-8, has control characters in it, or very many numbers in a line, and for lines that are
+    not a name, the middle and a tail.
     """
-    if b"\\" in text or b"*" in text:
+    is_escaped = b"\\" in text
+    if _STAR_ITSELF in text or (is_escaped and _SIGNS.search(text)):
         return None
-    known: dict[bytes, int] = {}
-    stars = np.zeros(0, np.int64)  # of each form
-    ids: list[Ints] = []
-    numbers: list[Ints] = []
-    for part in _parts(text, between):
-        collapsed, of_part = _collapse(part)
-        found = collapsed.split(between)
-        kinds, own = counted(found)
-        number = np.array([known.setdefault(form, len(known)) for form in kinds], np.int32)
-        fresh = kinds if len(known) == len(stars) + len(kinds) else tuple(islice(known, len(stars), None))
-        if fresh:
-            stars = np.concatenate((stars, [form.count(b"*") for form in fresh]))
-        ids.append(number[own])
-        counts = stars[ids[-1]]
-        if counts.sum() != len(of_part) or counts.max() > MOST_NUMBERS:
-            return None
-        numbers.append(_by_line(of_part, counts))
-    most = max(of_it.shape[1] for of_it in numbers)
-    table = np.zeros((sum(map(len, ids)), most), np.int64)
-    for of_it, stop in zip(numbers, np.cumsum([len(of_it) for of_it in numbers]), strict=True):
-        table[stop - len(of_it) : stop, : of_it.shape[1]] = of_it
+    text = text.replace(b"*", _STAR_ITSELF)
+    tails = Vocabulary()
+    parts = []
     try:
-        forms = b"\0".join(known).decode().split("\0")
+        for part in _parts(text, between):
+            if (found := _lines_of(part, middle.decode(), between.decode(), is_escaped, heads, tails)) is None:
+                return None
+            parts.append(found)
     except UnicodeDecodeError:
         return None
-    return Lines(forms, np.concatenate(ids), table) if len(forms) == len(known) else None
+    head, tail, counts = (np.concatenate([part[column] for part in parts]) for column in (0, 1, 2))
+    numbers = stacked([_by_line(part[3], part[2]) for part in parts])
+    stars = counts - np.array([text.count("*") for text in tails])[tail]
+    return Lines(heads, head, tails.texts, tail, stars, numbers)
+
+
+class Vocabulary(defaultdict[str, int]):
+    """Numbers texts in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(count().__next__)
+        self._lock = Lock()
+        self._texts: tuple[str, ...] = ()
+        self._stars: list[int] = []
+
+    def of(self, texts: Sequence[str]) -> Ints:
+        """The number of each text."""
+        with self._lock:
+            return np.fromiter(map(self.__getitem__, texts), np.int32, len(texts))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts by number, as far as there are any yet."""
+        if len(self._texts) < len(self):
+            self._texts = tuple(self)
+        return self._texts
+
+    @property
+    def stars(self) -> list[int]:
+        """How many numbers lines of each have."""
+        if len(self._stars) < len(self):
+            self._stars = list(map(methodcaller("count", "*"), self))
+        return self._stars
+
+
+def _lines_of(
+    part: bytes, middle: str, between: str, is_escaped: bool, heads: Vocabulary, tails: Vocabulary
+) -> tuple[Ints, Ints, Ints, Ints] | None:
+    """Head and tail of each line of a part, how many numbers it has, and all numbers; None as `read_lines` has it."""
+    collapsed, numbers = _collapse(part)
+    lines, own = counted(collapsed.decode().split(between))
+    if np.frombuffer(part, np.uint8).min() < _FIRST_SIGN or set(map(methodcaller("count", middle), lines)) != {1}:
+        return None
+    words = middle.join(lines).split(middle)
+    counts = np.fromiter(map(methodcaller("count", "*"), lines), np.int32, len(lines))[own]
+    patterns = _unescaped(words[::2]) if is_escaped else words[::2]
+    if counts.sum() != len(numbers) or counts.max() > MOST_NUMBERS or patterns is None:
+        return None
+    if not _are_patterns("\n".join(patterns), is_escaped):
+        return None
+    return heads.of(patterns)[own], tails.of(words[1::2])[own], counts, numbers
+
+
+def _unescaped(heads: Sequence[str]) -> list[str] | None:
+    """What heads are as JSON; None where they are not each one text."""
+    text = "\n".join(heads).replace("*", _NUMBER_SIGN).replace("\n", '","')
+    try:
+        found = msgspec.json.decode(f'["{text}"]', type=list[str])
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return None
+    if len(found) != len(heads):
+        return None
+    return [pattern.replace("*", STAR_ITSELF).replace(_NUMBER_SIGN, "*") for pattern in found]
+
+
+def _are_patterns(text: str, is_escaped: bool) -> bool:
+    """Whether heads, line by line, are the patterns that names have, with every number taken out and no other."""
+    if '"' in text and not is_escaped:
+        return False
+    is_usual = not is_escaped and "]}" not in text
+    return is_usual or (not _NUMBER_LEFT.search(text) and len(_NUMBERS_TAKEN.findall(text)) == text.count("*"))
 
 
 def counted(items: Sequence[T]) -> tuple[tuple[T, ...], Ints]:
@@ -118,7 +199,7 @@ def _parts(text: bytes | bytearray, between: bytes) -> Iterator[bytes]:
 
 def _collapse(text: bytes) -> tuple[bytes, Ints]:
     """The text, less its last byte, with `*` for numbers, and the numbers."""
-    text = _PAD + text + b" "
+    text = _PAD + text + b"  "
     codes = np.frombuffer(text, np.uint8)
     is_digit = codes - np.uint8(_ZERO) < 10
     edges: Ints = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
@@ -126,7 +207,7 @@ def _collapse(text: bytes) -> tuple[bytes, Ints]:
     chosen = _are_numbers(codes, starts, stops)
     stops = stops[chosen]
     if not len(stops):
-        return text[len(_PAD) : -2], stops
+        return text[len(_PAD) : -3], stops
     starts = _as_written(codes, starts[chosen], stops)
     lengths = stops - starts
     collapsed, kept = codes.copy(), np.ones(len(codes), bool)
@@ -135,13 +216,15 @@ def _collapse(text: bytes) -> tuple[bytes, Ints]:
     while len(places := places[left > 1] + 1):
         left = left[left > 1] - 1
         kept[places] = False
-    return collapsed[kept].tobytes()[len(_PAD) : -2], numbers_before(text, stops, lengths)
+    return collapsed[kept].tobytes()[len(_PAD) : -3], numbers_before(text, stops, lengths)
 
 
 def _are_numbers(codes: NDArray[np.uint8], starts: Ints, stops: Ints) -> NDArray[np.bool_]:
     """Which runs of digits are parts of names, or the two at the end of an entry of a header."""
     before, after = codes[starts - 1], codes[stops]
     last = (after == _BRACKET) & (codes[stops + 1] == _BRACE)
+    ends = stops[last] + 2  # of lines, where a name has not the same in it
+    last[last] = ((codes[ends] == _COMMA) & (codes[ends + 1] == _QUOTE)) | (ends == len(codes) - 2)
     chosen = (before == _DOT) & ((after == _DOT) | (after == _QUOTE)) | last
     chosen[:-1] |= last[1:]
     return chosen
@@ -175,6 +258,16 @@ def _of_eight(digits: NDArray[np.uint64], lengths: Ints) -> Ints:
     pairs = pairs * np.uint64(10 << 8 | 1) >> np.uint64(8) & np.uint64(0x00FF00FF00FF00FF)
     fours = pairs * np.uint64(100 << 16 | 1) >> np.uint64(16) & np.uint64(0x0000FFFF0000FFFF)
     return (fours * np.uint64(10_000 << 32 | 1) >> np.uint64(32)).astype(np.int64)
+
+
+def stacked(tables: Sequence[Ints]) -> Ints:
+    """Tables one below the other, with zeros behind the columns of narrower ones."""
+    found = np.zeros((sum(map(len, tables)), max(table.shape[1] for table in tables)), np.int64)
+    start = 0
+    for table in tables:
+        found[start : start + len(table), : table.shape[1]] = table
+        start += len(table)
+    return found
 
 
 def _by_line(numbers: Ints, counts: Ints) -> Ints:

@@ -33,19 +33,24 @@ from firstlight.engine.weights.files.header import (
     trailing,
     truncated,
 )
-from firstlight.engine.weights.files.lines import Ints, compact, counted, read_lines
+from firstlight.engine.weights.files.lines import Ints, Vocabulary, compact, read_lines
 from firstlight.engine.weights.names.columns import Names, repeated, row_keys
 from firstlight.engine.weights.sources.base import AnyPath
 
-NO_NAME = re.compile(r'["\\{}\[\],:\x00-\x1f]')  # what is in no name here: others go to the plain parser
 _NUMBER = r"(?:0|[1-9]\d{0,17})"
 _FORM = re.compile(
-    rf'\{{"dtype":"(\w+)","shape":\[({_NUMBER}(?:,{_NUMBER})*)?\],"data_offsets":\[\*,\*\]',
+    rf'dtype":"(\w+)","shape":\[({_NUMBER}(?:,{_NUMBER})*)?\],"data_offsets":\[\*,\*\]',
     re.ASCII,
 )
+_ORDER = (b"dtype", b"shape", b"data_offsets")
+_VALUES = {b"dtype": r'"\w+"', b"shape": r"\[[\d,]*\]", b"data_offsets": r"\[\d+,\d+\]"}
+_KEYS = re.compile(rb'":\{"(\w+)":[^{}]*?,"(\w+)":[^{}]*?,"(\w+)":[^{}]*?\}')
+_USUAL = rb'":{"dtype":\g<dtype>,"shape":\g<shape>,"data_offsets":\g<data_offsets>}'
 NONE = -(1 << 62)  # bytes of what can be no tensor
-_OPENING = re.compile(rb'\s*\{\s*(?:"__metadata__"\s*:\s*(\{[^{}]*\})\s*,\s*)?"')
-_BETWEEN = b'},"'  # entries
+_OPENING = re.compile(rb'\s*\{\s*"')
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_METADATA = re.compile(rf'"{METADATA}"\s*:\s*(\{{(?:[^"{{}}]++|{_STRING})*+\}})\s*(,\s*)?'.encode(), re.DOTALL)
+_MIDDLE, _BETWEEN = b'":{"', b'},"'  # of a name and its entry, of entries
 
 
 class Form(NamedTuple):
@@ -71,21 +76,21 @@ class ShardColumns(NamedTuple):
         return ShardColumns(self.file, self.names.at(rows), self.forms, self.form[rows], self.offsets[rows])
 
 
-def read_shard(path: AnyPath) -> ShardColumns | Header:
+def read_shard(path: AnyPath, vocabulary: Vocabulary) -> ShardColumns | Header:
     """The tensors of one file as columns or, if anything is unusual, from the plain parser.
 
     Raises `Refused` for a file that is no safetensors file.
     """
     written = read_text(path)
-    found = columns_of(written)
+    found = columns_of(written, vocabulary)
     return header_of(written) if found is None else found
 
 
-def columns_of(written: HeaderText) -> ShardColumns | None:
+def columns_of(written: HeaderText, vocabulary: Vocabulary) -> ShardColumns | None:
     """The columns of a usually formatted header, with the plain parser's checks; else None."""
     file, size, length, text = written
     refuse_dense(file, text)
-    read = _entries(file, text)
+    read = _entries(file, text, vocabulary)
     if read is None:
         return None
     found, starts, stops = read
@@ -156,48 +161,62 @@ def _size_problems(found: ShardColumns, stops: Ints, payload: int, size: int, wh
         yield trailing(found.file, size - payload + end, size)
 
 
-def columns_of_tensors(file: str, tensors: Sequence[TensorInfo]) -> ShardColumns | None:
+def columns_of_tensors(file: str, tensors: Sequence[TensorInfo], vocabulary: Vocabulary) -> ShardColumns | None:
     """Columns of tensors that the plain parser found; None where their names are unusual."""
     entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": (0, 0)} for t in tensors}
-    read = _entries(file, bytearray(msgspec.json.encode(entries))) if entries else None
+    read = _entries(file, bytearray(msgspec.json.encode(entries)), vocabulary) if entries else None
     return None if read is None else read[0]._replace(offsets=np.array([t.offset_bytes for t in tensors]))
 
 
-def _entries(file: str, text: bytearray) -> tuple[ShardColumns, Ints, Ints] | None:
+def _entries(file: str, text: bytearray, vocabulary: Vocabulary) -> tuple[ShardColumns, Ints, Ints] | None:
     """The entries of a header, and where the data of each starts and stops, if there are any and nothing about them is
     unusual; what they say is not checked yet.
     """
-    opening = _OPENING.match(text)
-    if opening is None:
+    parted = _without_metadata(text)
+    opening = _OPENING.match(parted) if parted is not None else None
+    if parted is None or opening is None:
         return None
-    try:
-        if opening[1] is not None:
-            decode_metadata(opening[1])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    body = bytes(text[opening.end() : text.rfind(b"}") + 1])
-    rest = bytes(text[opening.end() + len(body) :])
+    body = bytes(parted[opening.end() : parted.rfind(b"}") + 1])
+    rest = bytes(parted[opening.end() + len(body) :])
     if not BLANKS.startswith(rest) and rest.strip(b" \t\r\n"):
         return None
-    body = compact(body) or body  # blanks that are not between parts are in names, or for the plain parser
-    lines = read_lines(body[:-1], _BETWEEN) if body.endswith(b"]}}") else None
-    if lines is None:
+    body = _in_order(compact(body))
+    lines = read_lines(body[:-1], _MIDDLE, _BETWEEN, vocabulary) if body.endswith(b"]}}") else None
+    if lines is None or METADATA in vocabulary:
         return None
-    heads, _, tails = zip(*(line.partition('":') for line in lines.forms), strict=True)
-    patterns, kinds = counted(heads)
-    if METADATA in patterns or NO_NAME.search("".join(patterns)):
+    forms = tuple(form for form in map(_form, lines.tails) if form is not None)
+    if len(forms) < len(lines.tails):
         return None
-    texts, form = counted(tails)
-    forms = tuple(form for form in map(_form, texts) if form is not None)
-    if len(forms) < len(texts):
-        return None
-    kinds = kinds[lines.ids]
-    stars = np.array([pattern.count("*") for pattern in patterns])[kinds]
-    rows = np.arange(len(kinds))
+    rows, stars = np.arange(len(lines.head)), lines.stars
     starts, stops = lines.numbers[rows, stars], lines.numbers[rows, stars + 1]
     numbers = lines.numbers[:, : int(stars.max())]
-    names = Names(patterns, kinds, np.where(np.arange(numbers.shape[1]) < stars[:, None], numbers, 0))
-    return ShardColumns(file, names, forms, form[lines.ids], starts), starts, stops
+    names = Names(vocabulary, lines.head, np.where(np.arange(numbers.shape[1]) < stars[:, None], numbers, 0))
+    return ShardColumns(file, names, forms, lines.tail, starts), starts, stops
+
+
+def _without_metadata(text: bytearray) -> bytearray | None:
+    """The header without the metadata, wherever they stand; None where they are not text by text."""
+    found = _METADATA.search(text)
+    if found is None:
+        return text
+    try:
+        decode_metadata(found[1])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    before, behind = text[: found.start()], text[found.end() :]
+    if found[2]:  # the comma behind them goes with them
+        return before + behind
+    return before.rstrip(b" \t\r\n").removesuffix(b",") + behind
+
+
+def _in_order(body: bytes) -> bytes:
+    """Entries with their keys in the usual order, as far as all have them in one order."""
+    keys = _KEYS.search(body)
+    order = keys.groups() if keys is not None else _ORDER
+    if order == _ORDER or set(order) != set(_ORDER):
+        return body
+    entry = ",".join(rf'"{key.decode()}":(?P<{key.decode()}>{_VALUES[key]})' for key in order)
+    return re.sub(rf'":\{{{entry}\}}'.encode(), _USUAL, body)
 
 
 def _form(text: str) -> Form | None:

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 
 from firstlight.engine.weights.files.index import Differences, differences
-from firstlight.engine.weights.files.lines import Ints, counted, read_lines
-from firstlight.engine.weights.files.shard_columns import NO_NAME
+from firstlight.engine.weights.files.lines import Ints, Vocabulary, compact, read_lines
 from firstlight.engine.weights.names.columns import Names, common_keys, places_of, repeated, row_keys
 from firstlight.engine.weights.names.listed import Group
+from firstlight.engine.weights.names.patterns import STAR_ITSELF
 from firstlight.engine.weights.names.table import Table
 
 _OPENING = re.compile(rb'"weight_map"\s*:\s*\{\s*"')
-_BETWEEN = re.compile(rb'"(,\s*")')
-_FILE = re.compile(r' ?"([^"\\{}\[\],:*\x00-\x1f]*)')
+_MOST_BLANKS = 64  # before the brace that closes the map
+_NO_FILE = re.compile(rf'["\\*{STAR_ITSELF}]')  # names of files with these go to the plain parser
 
 
 class WeightMap(Mapping[str, str]):
@@ -80,37 +80,35 @@ def read_weight_map(text: bytes) -> tuple[WeightMap, bytes] | None:
     opening = _OPENING.search(text)
     if opening is None:
         return None
-    start, stop = opening.end(), text.find(b"}", opening.end())
-    entries = text[start:stop].rstrip(b" \t\r\n")
-    between = _BETWEEN.search(entries)
-    if stop < 0 or between is None or not entries.endswith(b'"'):
-        return None
-    found = _of_lines(entries, b'"' + between[1])
+    start = opening.end()
+    stop = _closing(text, start)
+    found = _of_lines(compact(text[start:stop].rstrip(b" \t\r\n")), Vocabulary())
     return None if found is None else (found, text[: start - 1] + text[stop:])
 
 
-def _of_lines(entries: bytes, between: bytes) -> WeightMap | None:
-    lines = read_lines(entries, between)
-    if lines is None:
+def _closing(text: bytes, start: int) -> int:
+    """Where the map is closed: the first brace behind a quote."""
+    stop = text.find(b"}", start)
+    while stop >= 0 and not text[max(start, stop - _MOST_BLANKS) : stop].rstrip().endswith(b'"'):
+        stop = text.find(b"}", stop + 1)
+    return stop
+
+
+def _of_lines(entries: bytes, vocabulary: Vocabulary) -> WeightMap | None:
+    lines = read_lines(entries, b'":"', b'","', vocabulary) if entries.endswith(b'"') else None
+    if lines is None or any(map(_NO_FILE.search, lines.tails)):
         return None
-    names, _, texts = zip(*(form.partition('":') for form in lines.forms), strict=True)
-    patterns, kinds = counted(names)
-    files, file = counted(texts)
-    matches = [match[1] for text in files if (match := _FILE.fullmatch(text)) is not None]
-    if len(matches) < len(files) or NO_NAME.search("".join(patterns)):
-        return None
-    kinds = kinds[lines.ids]
-    (keys,) = row_keys((kinds, lines.numbers))
+    (keys,) = row_keys((lines.head, lines.numbers))
     if len(repeated(keys)):
         return None
-    return WeightMap(Names(patterns, kinds, lines.numbers), matches, file[lines.ids])
+    return WeightMap(Names(vocabulary, lines.head, lines.numbers), lines.tails, lines.tail)
 
 
 def unlike(weight_map: Mapping[str, str], tensors: Table) -> Differences:
     """What is not the same in an index and in the headers of very many tensors."""
     if not isinstance(weight_map, WeightMap):
         written = msgspec.json.encode(dict(weight_map))
-        found = _of_lines(written[2:-1], b'","') if weight_map else None
+        found = _of_lines(written[2:-1], tensors.names.vocabulary) if weight_map else None
         if found is None:
             return differences(weight_map, dict(tensors.items()))
         weight_map = found

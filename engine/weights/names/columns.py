@@ -7,16 +7,16 @@ is that parser.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.findings import MOST_TENSORS
-from firstlight.engine.weights.files.lines import Ints
+from firstlight.engine.weights.files.lines import Ints, Vocabulary
 from firstlight.engine.weights.names.listed import Group, Listed, Numbered
-from firstlight.engine.weights.names.patterns import parted
+from firstlight.engine.weights.names.patterns import STAR_ITSELF, literals, parted
 
 _MOST_KEYS = 1 << 62
 _FEW = 16  # names of a kind that are looked for one by one
@@ -24,26 +24,32 @@ _MOST_GROUPS = 5_000  # of names that are told apart by pattern
 
 
 class Names:
-    """Names by row: `kinds` is the pattern of each, `numbers` what stands at its stars, in order, 0 behind these."""
+    """Names by row: `kinds` is the pattern of each, `numbers` what stands at its stars, in order, 0 behind these.
 
-    def __init__(self, patterns: Iterable[str], kinds: Ints, numbers: Ints) -> None:
-        self.patterns, self.kinds, self.numbers = tuple(patterns), kinds, numbers
-        if isinstance(patterns, dict):
-            self._by_pattern = patterns
+    Patterns are numbered by a vocabulary, which all names of a checkpoint share and which may still grow.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, kinds: Ints, numbers: Ints) -> None:
+        self.vocabulary, self.kinds, self.numbers = vocabulary, kinds, numbers
         self._rows: dict[int, dict[tuple[int, ...], int]] = {}
         self._asked: dict[int, int] = {}
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns that the names here or others of the same vocabulary have."""
+        return self.vocabulary.texts
 
     def __len__(self) -> int:
         return len(self.kinds)
 
     def at(self, rows: slice | Ints | NDArray[np.bool_]) -> Names:
         """Some of the names."""
-        return Names(self.patterns, self.kinds[rows], self.numbers[rows])
+        return Names(self.vocabulary, self.kinds[rows], self.numbers[rows])
 
-    @cached_property
+    @property
     def stars(self) -> list[int]:
         """How many numbers a name of each pattern has."""
-        return [pattern.count("*") for pattern in self.patterns]
+        return self.vocabulary.stars
 
     def of(self, kind: int, rows: Ints, pattern: str | None = None) -> list[str]:
         """Names of rows of one kind, or what they are by another pattern of as many stars."""
@@ -53,7 +59,7 @@ class Names:
     def some(self, rows: Ints) -> list[str]:
         """Names of any rows."""
         kinds = self.kinds[rows]
-        there = np.unique(kinds)
+        there = occurring(kinds)
         if _FEW * len(there) > len(rows):
             return self._one_by_one(kinds.tolist(), self.numbers[rows].tolist())
         found = np.empty(len(rows), object)
@@ -67,7 +73,9 @@ class Names:
         """The same of names that have few of a kind."""
         forms = {kind: _form(self.patterns[kind]) for kind in set(kinds) if self.stars[kind]}
         return [
-            forms[kind] % tuple(row[: self.stars[kind]]) if kind in forms else self.patterns[kind]
+            forms[kind] % tuple(row[: self.stars[kind]])
+            if kind in forms
+            else self.patterns[kind].replace(STAR_ITSELF, "*")
             for kind, row in zip(kinds, numbers, strict=True)
         ]
 
@@ -79,16 +87,14 @@ class Names:
     def of_kind(self, kind: int) -> Ints:
         """The rows of a kind, in order."""
         rows, stops = self._by_kind
+        if kind >= len(stops):  # a pattern that came later
+            return rows[:0]
         return rows[stops[kind - 1] if kind else 0 : stops[kind]]
 
     @cached_property
     def counts(self) -> Ints:
         """How many names each kind has."""
         return np.diff(self._by_kind[1], prepend=0)
-
-    @cached_property
-    def _by_pattern(self) -> dict[str, int]:
-        return {pattern: kind for kind, pattern in enumerate(self.patterns)}
 
     def listed(self, rows: Ints) -> Sequence[str]:
         """Names of any rows: in their order where a finding names them all, else kind by kind."""
@@ -97,7 +103,7 @@ class Names:
     def groups(self, rows: Ints) -> list[Group]:
         """The names of rows by kind, kinds in the order in which they come; those of very many kinds together."""
         kinds = self.kinds[rows]
-        if (count := len(np.unique(kinds))) > _MOST_GROUPS:
+        if (count := len(occurring(kinds))) > _MOST_GROUPS:
             return [Motley(self, rows, count)]
         order = np.argsort(kinds, kind="stable")
         there, first = np.unique(kinds[order], return_index=True)
@@ -108,7 +114,7 @@ class Names:
     def find(self, name: str) -> int | None:
         """The row of a name; None where there is none."""
         pattern, numbers = parted(name)
-        kind = self._by_pattern.get(pattern)
+        kind = self.vocabulary.get(pattern)
         if kind is None or self.stars[kind] != len(numbers):  # a name with a star of its own
             return None
         if kind not in self._rows and self._asked.setdefault(kind, 0) < _FEW:  # without a table of them all
@@ -173,13 +179,13 @@ class Motley(Group):
 def filled(pattern: str, numbers: Ints) -> list[str]:
     """The pattern with each row of numbers in place of its stars."""
     if not numbers.shape[1]:
-        return [pattern] * len(numbers)
+        return literals(pattern) * len(numbers)
     form = _form(pattern)
     return [form % row for row in zip(*numbers.T.tolist(), strict=True)]
 
 
 def _form(pattern: str) -> str:
-    return pattern.replace("%", "%%").replace("*", "%d")
+    return "%d".join(words.replace("%", "%%") for words in literals(pattern))
 
 
 def row_keys(*tables: tuple[Ints, Ints]) -> list[Ints]:
@@ -213,14 +219,13 @@ def _counted(columns: Sequence[Ints], lengths: Ints) -> tuple[list[Ints], int]:
 
 def common_keys(one: Names, other: Names) -> list[Ints]:
     """One number for each row of both, the same for equal names and for no others."""
-    if one.patterns == other.patterns:
-        return row_keys(*((names.kinds, names.numbers) for names in (one, other)))
-    numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(one.patterns + other.patterns))}
-    tables = (
-        (np.array([numbers[pattern] for pattern in names.patterns])[names.kinds], names.numbers)
-        for names in (one, other)
-    )
-    return row_keys(*tables)
+    assert one.vocabulary is other.vocabulary
+    return row_keys(*((names.kinds, names.numbers) for names in (one, other)))
+
+
+def occurring(kinds: Ints) -> Ints:
+    """The small numbers that occur, in order; `np.unique` takes far longer where they are many."""
+    return np.flatnonzero(np.bincount(kinds))
 
 
 def places_of(asked: Ints, among: Ints) -> Ints:

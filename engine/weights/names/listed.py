@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import overload
 
-from firstlight.engine.weights.names.patterns import grouped, numbers, with_numbers
+from firstlight.engine.weights.names.patterns import grouped, literals, numbers, with_numbers
 
 
 class Group(Sequence[str]):
@@ -73,7 +73,7 @@ class Numbered(Group):
         self.pattern, self.rows = pattern, rows
 
     def some(self, start: int, stop: int) -> list[str]:
-        form = self.pattern.replace("%", "%%").replace("*", "%d")
+        form = "%d".join(words.replace("%", "%%") for words in literals(self.pattern))
         return [form % row for row in self.rows[start:stop]]
 
     @cached_property

@@ -17,6 +17,7 @@ _REST_IN_TEXT = re.compile(rf"\.([0-9]+?)(?:{_USUAL})(?=[.\n]|\Z)")
 _IN_NAME = re.compile(rf"\.([0-9]*?)({_USUAL})(?=\.|\Z)")
 _STAR = re.compile(r"(?<=\.)[0-9]*\*(?=\.|\Z)")
 _STARRED = re.compile(r"[0-9]*\*")
+STAR_ITSELF = "\uf02a"  # what a pattern has for a star of the name's own: no name has this sign
 _MOST_RUNS = 4  # of numbers that are spelt out in a pattern
 _MOST_DIGITS = 16
 _split = methodcaller("split", ".")
@@ -31,14 +32,16 @@ def patterns(names: Sequence[str]) -> list[str]:
     """
     text = "\n".join(names)
     if text.count("\n") != len(names) - 1:  # a name with a line end in it, or no names at all
-        return [_IN_NAME.sub(r".\1*", name) for name in names]
-    text = _IN_TEXT.sub(".*", text)
+        return [parted(name)[0] for name in names]
+    text = _IN_TEXT.sub(".*", text.replace("*", STAR_ITSELF))
     return (_REST_IN_TEXT.sub(r".\1*", text) if _REST_IN_TEXT.search(text) else text).split("\n")
 
 
 def parted(name: str) -> tuple[str, tuple[int, ...]]:
     """The pattern of a name and its numbers."""
-    return _IN_NAME.sub(r".\1*", name), tuple(int(found[2]) for found in _IN_NAME.finditer(name))
+    return _IN_NAME.sub(r".\1*", name.replace("*", STAR_ITSELF)), tuple(
+        int(found[2]) for found in _IN_NAME.finditer(name)
+    )
 
 
 def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
@@ -81,7 +84,7 @@ def bare(pattern: str, names: Sequence[str]) -> str:
 
     Exact for patterns of at most two stars without a line end.
     """
-    before, *between = pattern.split("*")
+    before, *between = literals(pattern)
     text = "\n" + "\n".join(names) + "\n"
     if before:
         text = text.replace(f"\n{before}", "\n")
@@ -102,7 +105,7 @@ def named(text: str, count: int, pattern: str) -> list[str] | None:
         return None
     if text.count(".") != (stars - 1) * count or text.count("\n") != count + 1:
         return None
-    before, *between = pattern.split("*")
+    before, *between = literals(pattern)
     if stars == 2:
         text = text.replace(".", between[0])
     return (before + text[1:-1].replace("\n", f"{between[-1]}\n{before}") + between[-1]).split("\n")
@@ -125,7 +128,12 @@ def with_numbers(pattern: str, columns: Iterable[Sequence[int]]) -> str:
         column = next(left, ())
         return star[0][:-1] + _runs(column) if column else star[0]
 
-    return _STAR.sub(runs, pattern)
+    return _STAR.sub(runs, pattern).replace(STAR_ITSELF, "*")
+
+
+def literals(pattern: str) -> list[str]:
+    """What names of a pattern have between their numbers."""
+    return [words.replace(STAR_ITSELF, "*") for words in pattern.split("*")]
 
 
 def _runs(numbers: Sequence[int]) -> str:

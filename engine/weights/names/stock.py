@@ -197,9 +197,9 @@ class Kind:
         """How many kinds this stands for: one, but for the crowd of `stock_columns.py`."""
         return 1
 
-    def chosen(self, is_so: Callable[[str], bool]) -> Sequence[int]:
+    def chosen(self, are_so: Callable[[Sequence[str]], Sequence[bool]]) -> Sequence[int]:
         """The places of members whose pattern is so."""
-        return range(len(self.tensors)) if is_so(self.pattern) else []
+        return range(len(self.tensors)) if are_so([self.pattern])[0] else []
 
     def by_dtype(self) -> Iterator[tuple[str, int, int, int]]:
         """dtype, tensors, elements and bytes of members that share the first, or more."""

@@ -10,7 +10,8 @@ from typing import cast
 import numpy as np
 
 from firstlight.engine.weights.files.lines import Ints
-from firstlight.engine.weights.names.columns import Motley, filled, places_of, row_keys
+from firstlight.engine.weights.files.shard_columns import Form
+from firstlight.engine.weights.names.columns import Motley, filled, occurring, places_of, row_keys
 from firstlight.engine.weights.names.listed import Group
 from firstlight.engine.weights.names.patterns import bare, parted
 from firstlight.engine.weights.names.stock import Kind
@@ -130,13 +131,17 @@ class ColumnKind(Kind):
         return filled(pattern, self._numbers) if is_alike else None
 
     @cached_property
+    def _there(self) -> list[Form]:
+        """Dtypes and shapes of the members, in order of first sight."""
+        return list(map(self._table.forms.__getitem__, dict.fromkeys(self._forms.tolist())))
+
+    @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        forms, first = np.unique(self._forms, return_index=True)
-        return tuple(dict.fromkeys(self._table.forms[form][1] for form in forms[np.argsort(first)]))
+        return tuple(dict.fromkeys(form.shape for form in self._there))
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        return tuple(sorted({self._table.forms[form][0] for form in np.unique(self._forms)}))
+        return tuple(sorted({form.dtype for form in self._there}))
 
     @cached_property
     def nbytes(self) -> int:
@@ -163,14 +168,14 @@ class Crowd(ColumnKind):
 
     @cached_property
     def kinds(self) -> int:
-        return len(np.unique(self._kinds))
+        return len(occurring(self._kinds))
 
-    def chosen(self, is_so: Callable[[str], bool]) -> Sequence[int]:
+    def chosen(self, are_so: Callable[[Sequence[str]], Sequence[bool]]) -> Sequence[int]:
         """The places of the members whose patterns are so."""
         patterns = self._table.names.patterns
         chosen = np.zeros(len(patterns), bool)
-        there = np.unique(self._kinds)
-        chosen[there] = [is_so(patterns[kind]) for kind in there.tolist()]
+        there = occurring(self._kinds)
+        chosen[there] = are_so([patterns[kind] for kind in there.tolist()])
         return _places(np.flatnonzero(chosen[self._kinds]))
 
     @property

@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from firstlight.engine.weights.files.header import Header, TensorInfo
-from firstlight.engine.weights.files.lines import Ints
+from firstlight.engine.weights.files.lines import Ints, Vocabulary, stacked
 from firstlight.engine.weights.files.shard_columns import Form, ShardColumns, columns_of_tensors
 from firstlight.engine.weights.names.columns import Names, repeated, row_keys
 from firstlight.engine.weights.names.stock import Lazy
@@ -33,31 +33,30 @@ class Table(Mapping[str, TensorInfo]):
         self.names, self.place, self.files, self.forms = names, place, tuple(files), tuple(forms)
 
     @classmethod
-    def of(cls, headers: Sequence[Header | ShardColumns]) -> Table | None:
+    def of(cls, headers: Sequence[Header | ShardColumns], vocabulary: Vocabulary) -> Table | None:
         """All tensors of all shards, one after another; None where there are names that columns do not hold.
 
-        A name may be in several shards (`twice`).
+        A name may be in several shards (`twice`). `vocabulary`: that of all columns.
         """
         shards = [
-            header if isinstance(header, ShardColumns) else columns_of_tensors(header.file, header.tensors)
+            header if isinstance(header, ShardColumns) else columns_of_tensors(header.file, header.tensors, vocabulary)
             for header in headers
             if (len(header.form) if isinstance(header, ShardColumns) else header.tensors)
         ]
         if not shards:
             return None
-        patterns: dict[str, int] = {}
         forms: dict[Form, int] = {}
         kinds, places = [], []
         for number, shard in enumerate(shards):
             if shard is None:
                 return None
-            own = [patterns.setdefault(pattern, len(patterns)) for pattern in shard.names.patterns]
-            kinds.append(np.array(own, np.int32)[shard.names.kinds])
+            assert shard.names.vocabulary is vocabulary
+            kinds.append(shard.names.kinds)
             own = [forms.setdefault(form, len(forms)) for form in shard.forms]
             files = np.full(len(shard.form), number, np.int32)
             places.append(Place(files, np.array(own, np.int32)[shard.form], shard.offsets))
-        numbers = _stacked([shard.names.numbers for shard in shards if shard is not None])
-        names = Names(patterns, np.concatenate(kinds), numbers)
+        numbers = stacked([shard.names.numbers for shard in shards if shard is not None])
+        names = Names(vocabulary, np.concatenate(kinds), numbers)
         place = Place(*map(np.concatenate, zip(*places, strict=True)))
         return cls(names, place, [shard.file for shard in shards if shard is not None], tuple(forms))
 
@@ -164,17 +163,7 @@ class Rows(Lazy):
         return self._table.infos(rows, None if self._kind is None else self._table.names.of(self._kind, rows))
 
 
-def _stacked(tables: Sequence[Ints]) -> Ints:
-    """Tables one below the other, with zeros behind the columns of narrower ones."""
-    found = np.zeros((sum(map(len, tables)), max(table.shape[1] for table in tables)), np.int64)
-    start = 0
-    for table in tables:
-        found[start : start + len(table), : table.shape[1]] = table
-        start += len(table)
-    return found
-
-
 def infos_of(shard: ShardColumns) -> tuple[TensorInfo, ...]:
     """The tensors that columns stand for."""
-    table = Table.of([shard])
+    table = Table.of([shard], shard.names.vocabulary)
     return tuple(table.values()) if table is not None else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files import index as indexes
 from firstlight.engine.weights.files.header import read_header
 from firstlight.engine.weights.files.index import INDEX
-from firstlight.engine.weights.files.lines import STEP_BYTES, read_lines
+from firstlight.engine.weights.files.lines import STEP_BYTES, Vocabulary, read_lines
 from firstlight.engine.weights.files.shard_columns import read_shard
 from firstlight.engine.weights.files.weight_map import WeightMap
 from firstlight.engine.weights.ledger import account
@@ -34,6 +33,7 @@ from tests.engine.weights.releases import write_release
 from tests.engine.weights.test_wholesale import small_k3
 
 Change = Callable[[Path], Any]
+LINES = b'":"', b'","'  # of an index: what is in a line's middle, and between lines
 SHARDS = 4
 
 
@@ -119,10 +119,30 @@ def cut(path: Path, nbytes: int) -> None:
 
 def copied(home: Path) -> None:
     """A tensor of the second shard, and one of another shape, in a shard of their own."""
-    first = infos_of(read_shard(shard(home, 2)))[3:5]  # type: ignore[arg-type]
+    first = infos_of(read_shard(shard(home, 2), Vocabulary()))[3:5]  # type: ignore[arg-type]
     (home / "model-00005-of-000004.safetensors").write_bytes(
         raw(entries({first[0].name: list(first[0].shape), first[1].name: [3]}, first[0].dtype), first[0].nbytes + 6)
     )
+
+
+def everywhere(home: Path, change: Callable[[str], str]) -> None:
+    """Other names, in headers and index."""
+    for number in range(1, SHARDS + 1):
+        rewrite(home, number, lambda h: {n if n == "__metadata__" else change(n): e for n, e in h.items()})
+    reindex(home, lambda m: {change(n): f for n, f in m.items()})
+
+
+def respell(home: Path, one: bytes, other: bytes) -> None:
+    """Another spelling in a header's text, with its length as it is then."""
+    path = shard(home, 2)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    text, data = path.read_bytes()[8 : 8 + length].replace(one, other), path.read_bytes()[8 + length :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def among(entry: tuple[str, Any]) -> str:
+    """An order of a header with the metadata in the middle."""
+    return "language_model.model.layers.1" if entry[0] == "__metadata__" else entry[0]
 
 
 CHANGES: dict[str, Change] = {
@@ -145,6 +165,30 @@ CHANGES: dict[str, Change] = {
     "every name of its own kind": lambda home: rewrite(
         home, 2, lambda h: {n if n == "__metadata__" else f"{n}{i}x": e for i, (n, e) in enumerate(h.items())}
     ),
+    "names with other signs": lambda home: everywhere(home, lambda name: name.replace(".experts.", "[{e}]:, .")),
+    "numbers in brackets": lambda home: everywhere(home, lambda name: name.replace("w1", "w1[0,1]}.2")),
+    "names with stars": lambda home: everywhere(home, lambda name: name.replace("experts.", "*.e*")),
+    "names with quotes and backslashes": lambda home: everywhere(home, lambda name: name.replace(".w", '."w\\.')),
+    "names as escapes": lambda home: everywhere(home, lambda name: name.replace("experts", "\u4e13\u5bb6\U0001f680")),
+    "one name in two ways": lambda home: (
+        everywhere(home, lambda name: name.replace("experts", "\u4e13")),
+        rewrite(home, 2, lambda h: None, ensure_ascii=False, separators=(",", ":")),
+    ),
+    "numbers as escapes": lambda home: respell(home, b".experts.", b".experts\\u002e"),
+    "stars as escapes": lambda home: respell(home, b".experts.", b".\\u002a."),
+    "names with twenty numbers": lambda home: everywhere(home, lambda name: ".".join("0123456789" * 2) + f".{name}"),
+    "entries are sorted": lambda home: rewrite(home, 2, lambda h: None, sort_keys=True),
+    "entries have another order": lambda home: rewrite(
+        home, 2, lambda h: {n: dict(reversed(e.items())) for n, e in h.items()}, separators=(",", ":")
+    ),
+    "entries have two orders": lambda home: rewrite(
+        home, 2, lambda h: {n: dict(reversed(e.items())) if i % 2 else e for i, (n, e) in enumerate(h.items())}
+    ),
+    "metadata are written like entries": lambda home: rewrite(
+        home, 2, lambda h: {**h, "__metadata__": {"a": '{"b": [1, {"c": "}"}]}', "c\\": "\n"}}
+    ),
+    "metadata are last": lambda home: rewrite(home, 2, lambda h: {**h, "__metadata__": h.pop("__metadata__")}),
+    "metadata are among entries": lambda home: rewrite(home, 2, lambda h: dict(sorted(h.items(), key=among))),
     "keys occur twice": lambda home: repeat(shard(home, 2), 7),
     "a key occurs twice, not alike": lambda home: repeat(shard(home, 3), 1, dtype="F8_E8M0", shape=[4]),
     "all keys occur twice": lambda home: repeat(shard(home, 1), 1 << 20),
@@ -211,28 +255,61 @@ def test_the_account_and_plans_of_reading_are_the_same(
 
 
 NAMES = st.lists(
-    st.sampled_from(["a", "w1", "layers", "0", "7", "12", "007", "345", "", "x-3", "e\u00e9", "*", "%d"]),
+    st.sampled_from(
+        [
+            "a",
+            "w1",
+            "layers",
+            "0",
+            "7",
+            "12",
+            "007",
+            "345",
+            "",
+            "x-3",
+            "e\u00e9",
+            "*",
+            "%d",
+            "5]}",
+            "[7",
+            '"',
+            "\\",
+            "},",
+        ]
+    ),
     min_size=1,
     max_size=5,
 ).map(".".join)
 
 
 @settings(max_examples=60, database=None)
-@given(st.lists(st.tuples(NAMES, st.sampled_from([[], [2], [3, 5], [0]])), min_size=1, max_size=9), st.booleans())
+@given(
+    st.lists(st.tuples(NAMES, st.sampled_from([[], [2], [3, 5], [0]])), min_size=1, max_size=9),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_header_is_what_it_is_entry_by_entry(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[str, list[int]]], compact: bool
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[str, list[int]]], compact: bool, is_ascii: bool
 ) -> None:
     header = entries(dict(shapes))
     end = max(entry["data_offsets"][1] for entry in header.values())
     path = tmp_path_factory.getbasetemp() / "a.safetensors"
-    text = json.dumps(header, separators=(",", ":") if compact else None, ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":") if compact else None, ensure_ascii=is_ascii).encode()
     path.write_bytes(raw(text, end))
-    found, plain = read_shard(path), read_header(path)
+    found, plain = read_shard(path, Vocabulary()), read_header(path)
     assert not plain.findings
-    is_odd = any("*" in name for name in header)
     tensors = found.tensors if hasattr(found, "tensors") else infos_of(found)
     assert tensors == plain.tensors
+    is_odd = any(name.endswith("},") for name in header)
     assert is_odd or not hasattr(found, "tensors")
+
+
+@pytest.mark.parametrize("words", ["\uf02a*", ".".join("0123456789" * 5)])
+def test_names_that_columns_do_not_hold_are_read_one_by_one(home: Path, words: str) -> None:
+    """A sign that stands for another, and very many numbers."""
+    everywhere(home, lambda name: f"{words}.{name}")
+    for number in range(1, SHARDS + 1):
+        assert read_shard(shard(home, number), Vocabulary()) == read_header(shard(home, number))
 
 
 def test_numbers_of_lines_are_those_of_the_text() -> None:
@@ -242,14 +319,19 @@ def test_numbers_of_lines_are_those_of_the_text() -> None:
     names = [f"model.{a}.w1.{b}.x2y.{c}" for a, b, c in zip(*[iter(drawn)] * 3, strict=True)]
     text = '","'.join(f'{name}":"file-{place % 3}' for place, name in enumerate(names)) + '"'
     assert len(text) > STEP_BYTES / 2
-    found = read_lines(text.encode(), b'","')
+    found = read_lines(text.encode(), *LINES, Vocabulary())
     assert found is not None
     assert found.numbers.ravel().tolist() == drawn
-    assert found.forms == [f'model.*.w1.*.x2y.*":"file-{place}' for place in range(3)]
-    assert found.ids.tolist() == [place % 3 for place in range(len(names))]
-    assert patterns(names[:1]) == [re.sub(r'".*', "", found.forms[0])]
-    for odd in (b'a\\u0031":"f"', b'\xe9":"f"', b'a.*":"f"'):
-        assert read_lines(odd, b'","') is None
+    assert (*found.heads, *found.tails) == ("model.*.w1.*.x2y.*", "file-0", "file-1", "file-2")
+    assert found.tail.tolist() == [place % 3 for place in range(len(names))]
+    assert patterns(names[:1]) == list(found.heads)
+
+
+@pytest.mark.parametrize(
+    "odd", [b'\xe9":"f"', b'a\n":"f"', b'a"', b'a","b":"c":"d":"e"', b'a":"b":"c"', b'\\ud800":"f"', b'\\x":"f"']
+)
+def test_what_is_no_list_of_names_is_not_read_as_one(odd: bytes) -> None:
+    assert read_lines(odd, *LINES, Vocabulary()) is None
 
 
 @pytest.mark.parametrize(
@@ -267,9 +349,10 @@ def test_numbers_of_lines_are_those_of_the_text() -> None:
 def test_patterns_and_numbers_give_names_again(name: str, pattern: str, numbers: tuple[int, ...]) -> None:
     assert parted(name) == (pattern, numbers)
     assert patterns([name, name]) == [pattern, pattern]
-    found = read_lines(f'{name}":"f"'.encode(), b'","')
-    assert found is not None
-    assert (found.forms, found.numbers.ravel().tolist()) == ([f'{pattern}":"f'], list(numbers))
+    for written in (name, json.dumps(name)[1:-1]):
+        found = read_lines(f'{written}":"f"'.encode(), *LINES, Vocabulary())
+        assert found is not None
+        assert (list(found.heads), found.numbers.ravel().tolist()) == ([pattern], list(numbers))
 
 
 def test_an_index_of_many_is_columns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

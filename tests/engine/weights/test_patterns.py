@@ -5,16 +5,19 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from firstlight.engine.weights.names.patterns import bare, grouped, named, numbers, patterns, with_numbers
+from firstlight.engine.weights.names.patterns import STAR_ITSELF, bare, grouped, named, numbers, patterns, with_numbers
 
 _part = st.one_of(st.sampled_from(["layers", "0", "1", "12", "007", "w1", "", "*", "\n", "٣"]), st.text(max_size=3))
 _names = st.lists(st.lists(_part, min_size=1, max_size=5).map(".".join), max_size=8)
 
 
 def plain(place: int, part: str) -> str:
-    """A part of a name, with `*` for a number as it is written usually: without zeros before it, and of 16 digits."""
+    """A part of a name, with `*` for a number as it is written usually: without zeros before it, and of 16 digits.
+
+    Another sign stands for its own stars.
+    """
     if not place or not part.isdigit() or not part.isascii():
-        return part
+        return part.replace("*", STAR_ITSELF)
     return part[: len(part) - len(str(int(part[-16:])))] + "*"
 
 
