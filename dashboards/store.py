@@ -302,7 +302,9 @@ class Follower:
     def _look_at_engine(self) -> dict[str, object]:
         """What changed of its health, and what runs."""
         health, before = self._health(), self.snapshot.health
-        changes: dict[str, object] = {} if _told(health) == _told(before) else {"health": health}
+        changes: dict[str, object] = (
+            {} if (health and _told(health)) == (before and _told(before)) else {"health": health}
+        )
         if health is not None and health.is_ready and self.snapshot.info is None and self._host is not None:
             with contextlib.suppress(FirstlightError):  # it has just gone; the next look will say so
                 changes["info"] = self._host.client().info()
@@ -347,12 +349,11 @@ class Follower:
         return max((trail.last.time_s for trail in self.snapshot.trails.values()), default=0.0)
 
 
-def _told(health: Health | None) -> object:
+def _told(health: Health) -> object:
     """What of an engine's health is worth drawing again for."""
-    if health is None:
-        return None
     stages = tuple((stage.name, stage.status) for stage in health.stages)
-    return health.status, health.stage, stages, health.done, health.running, health.waiting, str(health.failure or "")
+    ranks = tuple((beat.pid, beat.phase or beat.stage) for beat in health.ranks)
+    return health.status, health.stage, stages, ranks, health.done, health.running, health.waiting, str(health.failure)
 
 
 class DataStore:

@@ -17,6 +17,7 @@ from firstlight.workbench.render import words
 
 HIDDEN = ("memory",)  # sources with a tab of their own
 STALE_S = 30.0
+LEFT_OUT_S = 5.0  # behind the newest of its own device, whose readings are taken together
 MOST_CURVES = 64
 MOST_POINTS = 9600
 
@@ -132,6 +133,7 @@ def _silence(snapshot: Snapshot) -> str:
 
 def _device(device: str, trails: list[Trail], newest_s: float, sparks: Sparks) -> str:
     rows = []
+    own_s = max(trail.last.time_s for trail in trails)
     for trail in trails:
         last = trail.last
         name = f'<span title="{html.said(last.source)}">{html.said(words.heading(last.metric))}</span>'
@@ -141,7 +143,7 @@ def _device(device: str, trails: list[Trail], newest_s: float, sparks: Sparks) -
             rows.append(f'{name}<span></span><span class="v {kind}">not available</span><span class="why">{why}</span>')
             continue
         value = words.quantity(round(last.value, 2) if abs(last.value) < 1000 else last.value, last.unit)
-        stale = newest_s - last.time_s > STALE_S
+        stale = newest_s - last.time_s > STALE_S or own_s - last.time_s > LEFT_OUT_S
         shown = f'<span class="v {"none" if stale else ""}">{html.said(value)}</span>'
         rows.append(f"{name}{sparks.of(trail, newest_s)}{shown}")
     alarm = "alarm" if any(trail.last.alarm for trail in trails) else ""

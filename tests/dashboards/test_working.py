@@ -12,13 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from firstlight.dashboards.store import Follower, Snapshot
+from firstlight.dashboards.store import Follower, Snapshot, _told
+from firstlight.dashboards.trails import Trail
+from firstlight.dashboards.views.hardware import Sparks, _device
 from firstlight.dashboards.views.loading import _last_attempt, _points
 from firstlight.dashboards.views.overview import _ladder, _verdict, _wrong
 from firstlight.dashboards.views.runs import _rungs, _state, _status
 from firstlight.dashboards.views.view import not_yet
 from firstlight.dashboards.views.working import bars, doing
+from firstlight.engine.serving.api import Health
+from firstlight.engine.serving.health import Beat
 from firstlight.workbench.events import ProgressEvent
+from firstlight.workbench.readings import Reading
 from firstlight.workbench.report import Draft
 from firstlight.workbench.runs import Run
 from firstlight.workbench.work import Work
@@ -123,6 +128,29 @@ def test_a_report_that_cannot_be_read_is_no_pass_and_no_blank_card(tmp_path: Pat
         assert words in said.replace("<wbr>", ""), words
     assert snapshot.figures("load") is None
     assert snapshot.figures("scan") is not None
+
+
+def test_what_ranks_do_now_and_readings_that_ended_are_not_shown_as_they_were() -> None:
+    def health(phase: str, count: int) -> Health:
+        beat = Beat(rank=0, machine="m", pid=7, stage="ready", phase=phase, age_s=1.0, count=count)
+        return Health(status="ready", stage="ready", ranks=(beat,))
+
+    assert _told(health("load", 1)) != _told(health("idle", 1))
+    assert _told(health("idle", 1)) == _told(health("idle", 2))
+
+    def trail(metric: str, time_s: float, value: float | None, reason: str = "") -> Trail:
+        one = {"source": "engine", "device": "engine", "metric": metric, "unit": "%"}
+        return Trail(last=Reading(time_s=time_s, value=value, reason=reason, **one), times_s=(), values=())
+
+    now_s = time.time()
+    found = [
+        trail("tokens", now_s, None, "it does not answer"),
+        trail("busy", now_s - 10, 91.0),
+        trail("step", now_s, 3.0),
+    ]
+    shown_ = _device("engine", found, now_s, Sparks())
+    assert '<span class="v none">91 %</span>' in shown_, "its time is over, though nobody else is newer by much"
+    assert '<span class="v ">3 %</span>' in shown_
 
 
 def test_only_the_last_attempt_is_drawn_and_very_many_events_as_so_many_points() -> None:
