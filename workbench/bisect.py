@@ -13,6 +13,7 @@ from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.serving.trace import UNNORMED
 from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import Deviation, deviation, gain
 from firstlight.workbench.engines import open_engine
@@ -63,7 +64,8 @@ def _faulty_layer(
     where = f"layer {index}" if part is None else f"layer {index}, {part} ({kinds[part == 'feed-forward']})"
     how = "given the reference's own input" if index + 1 in verdict.forced else "free running"
     culprit = _culprit(case, index, engine, options)
-    expected, measured = case.told(f"hidden.{index + 1}", found, index + 1 in verdict.forced)
+    name = case.own(index + 1) if index + 1 in verdict.forced else f"hidden.{index + 1}"
+    expected, measured = case.told(name, found, index + 1 in verdict.forced)
     draft.table(
         f"{case.prefix}first fault",
         [
@@ -82,7 +84,7 @@ def _faulty_layer(
         f"{where} is the first block that computes something else than the reference, {how}"
         + (f"; {culprit}" if culprit else ""),
         file=case.golden.source,
-        tensors=(f"hidden.{index + 1}",),
+        tensors=(name,),
         expected=expected,
         found=measured,
         next=f"look at the spec and the weight rules of layers.{index}; {_advice(culprit)}",
@@ -114,7 +116,7 @@ def _part(case: Case, index: int, engine: EngineLike, reference: AnyReference) -
     found = deviation(ours[name][mask], theirs[mask])
     if case.is_narrow:
         found = replace(found, gain=gain(ours[name][mask], theirs[mask]))
-    return "feed-forward" if case.passes(f"hidden.{index + 1}", found, forced=True) else "mixer"
+    return "feed-forward" if case.passes(case.own(index + 1), found, forced=True) else "mixer"
 
 
 def _culprit(case: Case, index: int, engine: EngineLike, options: EngineOptions) -> str | None:
@@ -140,7 +142,7 @@ def _by_reference(options: EngineOptions, operators: Sequence[str]) -> EngineOpt
 
 def _heals(case: Case, index: int, options: EngineOptions) -> bool:
     """Whether the layer is right in an engine that is started with other options."""
-    golden, name = case.golden, f"hidden.{index + 1}"
+    golden, name = case.golden, case.own(index + 1)
     with open_engine(options) as engine:
         ours = engine.trace(
             golden.input_ids,
@@ -151,7 +153,7 @@ def _heals(case: Case, index: int, options: EngineOptions) -> bool:
         )
     if name not in ours:  # some of what enters the layer is not in the golden file
         return False
-    return case.passes(name, case.apart(name, ours[name], forced=True), forced=True)
+    return case.passes(name, case.apart(name, ours[name], True, ours.get(UNNORMED)), forced=True)
 
 
 def _given(case: Case, index: int) -> dict[str, NDArray[Any]]:
@@ -166,6 +168,9 @@ def _outside_layers(case: Case, verdict: Verdict, mesh: Mesh) -> Iterator[Findin
         yield _outside(case, "the vision tower or the projector", "image_features", features)
     if 0 in verdict.free and not case.passes("hidden.0", verdict.free[0]):
         yield _outside(case, _embedding_words(case, verdict), "hidden.0", verdict.free[0])
+    norm = verdict.others.get("teacher.norm")
+    if norm is not None and not case.passes(f"hidden.{case.spec.num_layers}", norm, forced=True):
+        yield _outside(case, "the final norm", f"hidden.{case.spec.num_layers}", norm, forced=True)
     head = verdict.others.get("teacher.logits")
     if head is not None and not case.passes("logits", head, forced=True):
         yield _outside(case, "the output head", "logits", head, forced=True)

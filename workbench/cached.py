@@ -27,6 +27,7 @@ from firstlight.workbench.golden import PICTURE_NAMES, Arrays
 from firstlight.workbench.report import Draft
 
 CHECK = "cached"
+START = 2  # tokens of a row that is as short as rows are
 MOST_ALIKE = 0.9  # of the steps, where keys are chosen: a rounding may choose another of two that score nearly alike
 
 
@@ -83,12 +84,15 @@ def judge_cached(draft: Draft, engine: EngineLike, case: Case) -> Finding | None
 
 
 def _rows(case: Case) -> tuple[NDArray[np.int64], ...]:
-    """The real tokens of every row; of text also the first half of the longest, which waits for another's place."""
+    """The real tokens of every row; of text also half of the longest, and its start, which wait for another's place.
+
+    What a place still holds of the row before is forgotten over a long prompt, and shows behind a short one.
+    """
     golden = case.golden
     rows = [ids[real] for ids, real in zip(golden.input_ids, golden.mask, strict=True)]
     if not golden.pictures.keys() & PICTURE_NAMES:
         longest = max(rows, key=len)
-        rows.append(longest[: -(-len(longest) // 2)])
+        rows += [longest[: -(-len(longest) // 2)], longest[:START]]
     return tuple(rows)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.workbench.compare import EPSILON, Deviation, deviation, gain, own_part
+from firstlight.engine.serving.trace import UNNORMED
+from firstlight.workbench.compare import EPSILON, Deviation, behind_norm, deviation, gain, own_part
 from firstlight.workbench.golden import Golden
 
 NOISE_FACTOR = 16  # how many times the reference's own noise still passes in float32
@@ -91,9 +92,10 @@ class Case:
         floor = self.floor_of(name, forced)
         if floor is None:
             return self.limit
+        if self.is_narrow and chooses(self.spec):  # free running, all that follow see a token with another expert
+            return max(ROUTED_NOISE_FACTOR * floor, self.least if forced else self.limit)
         if self.is_narrow:
-            factor = ROUTED_NOISE_FACTOR if chooses(self.spec) else NARROW_NOISE_FACTOR
-            return max(factor * floor, self.least)
+            return max(NARROW_NOISE_FACTOR * floor, self.least)
         return min(max(NOISE_FACTOR * floor, self.least), self.limit)
 
     def outliers_allowed(self, name: str, count: int, forced: bool = False) -> int:
@@ -110,18 +112,32 @@ class Case:
         share = max(OUTLIER_SHARE, min(share, MOST_ROUTED_SHARE))
         return math.ceil(share * count)
 
-    def apart(self, name: str, ours: NDArray[Any], forced: bool = False) -> Deviation:
+    def own(self, index: int) -> str:
+        """The output that shows what layer `index - 1` gives: of the last one in front of the final norm, if known."""
+        is_last = index == self.spec.num_layers and UNNORMED in self.golden.outputs
+        return UNNORMED if is_last else f"hidden.{index}"
+
+    def apart(
+        self, name: str, ours: NDArray[Any], forced: bool = False, unnormed: NDArray[Any] | None = None
+    ) -> Deviation:
         """How far `ours` [batch, tokens, width] is from the reference's output of this name, at real tokens.
 
-        `forced`: what a layer made of the reference's own input, in float32 by what it added to that; the last one's
-        is behind the final norm, and taken whole.
+        `forced`: what a layer made of the reference's own input, in float32 by what it added to that. The last one's
+        is behind the final norm, unless the reference shows it in front of that, and taken whole, or in float32 in
+        relation to the share of what it added in ours, `unnormed`.
         """
         golden, mask = self.golden, self.golden.mask
         theirs = golden.outputs[name]
-        index = int(name[7:]) if name.startswith("hidden.") else 0
+        last = self.spec.num_layers
+        index = last if name == UNNORMED else int(name[7:]) if name.startswith("hidden.") else 0
         entered = golden.hidden.get(index - 1)
-        adds = forced and 0 < index < self.spec.num_layers and entered is not None and entered.shape == theirs.shape
+        adds = forced and index > 0 and entered is not None and entered.shape == theirs.shape
         before = entered[mask] if adds and entered is not None else None
+        if before is not None and name == f"hidden.{last}":
+            is_all = self.own(index) == name and not self.is_narrow  # that is known of the last layer
+            if is_all and unnormed is not None and unnormed.shape == theirs.shape:
+                return behind_norm(ours[mask], theirs[mask], unnormed[mask], before)
+            before = None
         if before is not None and not self.is_narrow:
             return own_part(ours[mask], theirs[mask], before)
         found = deviation(ours[mask], theirs[mask])

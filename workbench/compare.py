@@ -141,6 +141,22 @@ def own_part(ours: NDArray[Any], theirs: NDArray[Any], entered: NDArray[Any]) ->
     return deviation(ours - given, theirs - given, STREAM_SHARE * np.abs(given).max(axis=1))
 
 
+def behind_norm(ours: NDArray[Any], theirs: NDArray[Any], unnormed: NDArray[Any], entered: NDArray[Any]) -> Deviation:
+    """The same of a layer that is known behind a norm [R, W] alone, which hides how large the stream is.
+
+    What the layer adds is that part of it behind the norm that it is in front of it: of `unnormed`, ours.
+    """
+    if not np.isfinite(ours).all() or not np.isfinite(unnormed).all():
+        return deviation(ours, theirs)
+    stream = unnormed.astype(np.float64)
+    tiny = float(np.finfo(np.float64).tiny)
+    share_R = np.abs(stream - entered).max(axis=1) / np.maximum(np.abs(stream).max(axis=1), tiny)
+    whole = deviation(ours, theirs)
+    scale_R = np.abs(theirs.astype(np.float64)).max(axis=1)
+    error_R = np.abs(ours.astype(np.float64) - theirs).max(axis=1)
+    return of_errors(error_R, scale_R * (np.minimum(share_R, 1.0) + STREAM_SHARE), whole.mean_abs, whole.cosine)
+
+
 @dataclass(frozen=True, slots=True)
 class Ranking:
     """Agreement of two sets of logits on what is likeliest, flips at near-ties apart from faults.

@@ -3,6 +3,7 @@
 Names: `input_ids` [batch, tokens]; `attention_mask` (0 = padding, left or right); picture tensors as the vendor's
 processor names them; `logits` [batch, tokens, vocabulary]; `hidden.0` ... `hidden.L` [batch, tokens, width] (hidden.0
 the decoder's input after placeholders were filled, hidden.i the output of layer i, the last one after the final norm);
+`unnormed` [batch, tokens, width], the output of the last layer in front of the final norm, which hides its scale;
 `image_features` [n, width]; `generated` [batch, steps]; `position_ids` [batch, tokens], where the reference was given
 some, for text alone. Anything else is left alone and named in `ignored`.
 """
@@ -29,14 +30,15 @@ PICTURE_NAMES = frozenset(
     image_attention_mask image_position_ids aspect_ratio_ids aspect_ratio_mask spatial_shapes num_crops""".split()
 )
 NO_PICTURES = re.compile(r"pixel_values_videos|video_grid_thw|input_features|input_values|feature_attention_mask")
-OUTPUTS = re.compile(r"hidden\.\d+|logits|image_features|generated")
+OUTPUTS = re.compile(r"hidden\.\d+|unnormed|logits|image_features|generated")
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
     """What a reference was given and what came out; `mask` [batch, tokens] is True at real tokens.
 
-    `outputs` holds hidden.i, logits, image_features and generated under these names, float32 (generated int64).
+    `outputs` holds hidden.i, unnormed, logits, image_features and generated under these names, float32 (generated
+    int64).
     """
 
     source: str
@@ -111,6 +113,7 @@ class Golden:
     def check(self, spec: ModelSpec) -> tuple[Finding, ...]:
         """Hold the shapes against the model's; refused where they differ. Returns what is worth knowing."""
         widths = {"logits": (spec.vocab_size, "vocabulary"), "image_features": (spec.hidden, "hidden width")}
+        widths["unnormed"] = (spec.hidden_width(spec.num_layers - 1), "hidden width")
         widths |= {f"hidden.{i}": (spec.hidden_width(i), "hidden width") for i in range(spec.num_layers + 1)}
         for name, value in self.outputs.items():
             if name == "generated":
@@ -173,7 +176,9 @@ def _output(source: str, name: str, value: NDArray[Any], ids: NDArray[Any]) -> N
         if value.ndim < 2:
             _refuse(source, name, "float32 [n, hidden]", _form(value))
         return value.reshape(-1, value.shape[-1]).astype(np.float32)
-    if value.ndim == 4 and name.startswith("hidden."):  # several residual streams: behind one another, or one of equals
+    if value.ndim == 4 and name.startswith(
+        ("hidden.", "unnormed")
+    ):  # several residual streams: behind one another, or one of equals
         same = (value == value[:, :, :1]).all()
         value = value[:, :, 0] if same else value.reshape(*value.shape[:2], -1)
     if value.ndim != 3 or value.shape[:2] != ids.shape:

@@ -17,7 +17,7 @@ from firstlight.engine.findings import Finding
 from firstlight.engine.model.spec import ModelSpec, pictures_of_rows
 from firstlight.engine.serving.api import EngineLike
 from firstlight.engine.serving.sight import is_marked
-from firstlight.engine.serving.trace import POSITIONS
+from firstlight.engine.serving.trace import POSITIONS, UNNORMED
 from firstlight.workbench.cached import judge_cached
 from firstlight.workbench.cases import Case
 from firstlight.workbench.compare import Deviation, deviation, unequal
@@ -117,8 +117,15 @@ def _hidden(draft: Draft, case: Case, free: Arrays, forced: Arrays, verdict: Ver
             continue
         name = f"hidden.{index}"
         verdict.free[index] = _compare(draft, case, name, name, free.get(name))
-        if index and name in forced:
-            verdict.forced[index] = _compare(draft, case, f"teacher.{index}", name, forced[name], True)
+        if not index or name not in forced:
+            continue
+        found = _compare(draft, case, f"teacher.{index}", name, forced[name], True, forced.get(UNNORMED))
+        own = case.own(index)
+        if own == name:
+            verdict.forced[index] = found
+        else:  # the layer in front of the final norm, and that norm
+            verdict.others["teacher.norm"] = found
+            verdict.forced[index] = _compare(draft, case, f"teacher.{own}", own, forced.get(own), True)
 
 
 def _compare(
@@ -128,12 +135,13 @@ def _compare(
     name: str,
     ours: NDArray[Any] | None,
     forced: bool = False,
+    unnormed: NDArray[Any] | None = None,
 ) -> Deviation:
     mask, limit = case.golden.mask, case.limit_for(name, forced)
     if ours is None:
         draft.check(case.prefix + check, False, limit=limit, unit="of scale", detail=f"the engine shows no {name}")
         return unequal(int(mask.sum()), f"the engine shows no {name}")
-    found = case.apart(name, ours, forced)
+    found = case.apart(name, ours, forced, unnormed)
     where = place(mask, found.row)
     _record(draft, case, check, name, found, where, forced)
     return found
@@ -269,7 +277,8 @@ def _first_fault(case: Case, verdict: Verdict) -> None:
 
 def first_bad(case: Case, errors: Mapping[int, Deviation], forced: bool = False) -> int | None:
     """The lowest i whose hidden.i does not pass."""
-    return next((i for i, found in errors.items() if not case.passes(f"hidden.{i}", found, forced)), None)
+    names = {i: case.own(i) if forced else f"hidden.{i}" for i in errors}
+    return next((i for i, found in errors.items() if not case.passes(names[i], found, forced)), None)
 
 
 def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
@@ -280,11 +289,11 @@ def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
             {
                 "hidden": index,
                 "of": "embedding" if index == 0 else f"layer {index - 1}",
-                "verdict": _word(case, name, free, forced),
+                "verdict": _word(case, index, free, forced),
                 "free_running": case.measure(free),
                 "teacher_forced": None if forced is None else case.measure(forced),
                 "floor": case.floor_of(name),
-                "forced_floor": case.floor_of(name, forced=True),
+                "forced_floor": case.floor_of(case.own(index), forced=True),
                 "limit": case.limit_for(name),
                 "cosine": free.cosine,
                 "max_abs": free.max_abs,
@@ -297,9 +306,9 @@ def _layer_table(draft: Draft, case: Case, verdict: Verdict) -> None:
         draft.table(f"{case.prefix}layers", kept)
 
 
-def _word(case: Case, name: str, free: Deviation, forced: Deviation | None) -> str:
-    if forced is not None and not case.passes(name, forced, forced=True):
+def _word(case: Case, index: int, free: Deviation, forced: Deviation | None) -> str:
+    if forced is not None and not case.passes(case.own(index), forced, forced=True):
         return "fault here"
-    if not case.passes(name, free):
+    if not case.passes(f"hidden.{index}", free):
         return "not finite" if free.broken else "wrong input" if forced is not None else "apart"
     return "equal"

@@ -61,6 +61,7 @@ def inputs_of(
     length = row_length(spec, reach, elements)
     _say_unreached(draft, reach, length)
     found["random"] = random_inputs(spec, length, with_picture="prompt" not in found)
+    found |= edge_inputs(spec, elements)
     far = far_inputs(spec, length)
     return found if far is None else {**found, "far": far}
 
@@ -105,12 +106,34 @@ def reach_of(spec: ModelSpec, config: Mapping[str, Any]) -> int:
 
 def _reaches(layer: LayerSpec) -> Iterator[int]:
     """Windows and chunks of keys, and the length behind which frequencies are stretched."""
-    mixer = layer.mixer
     for name in ("window", "chunk"):
-        yield getattr(mixer, name, None) or 0
-    rope = getattr(mixer, "rope", None)
+        yield getattr(layer.mixer, name, None) or 0
+    yield from _trained(layer)
+
+
+def _trained(layer: LayerSpec) -> Iterator[int]:
+    """The length behind which frequencies are others."""
+    rope = getattr(layer.mixer, "rope", None)
     if rope is not None and rope.scaling is not None and rope.scaling.kind in ("dynamic", "longrope"):
         yield rope.max_positions if rope.scaling.kind == "dynamic" else rope.scaling.original_max_positions
+
+
+def edge_inputs(spec: ModelSpec, elements: int) -> dict[str, Arrays]:
+    """Rows of the last length with one set of frequencies and the first with another: longer rows know one alone."""
+    edges = {edge for layer in spec.layers for part in layer.whole for edge in _trained(part)}
+    draw, allowed = np.random.default_rng(SEED + 2), _tokens(spec)
+    found: dict[str, Arrays] = {}
+    for edge in sorted(edge for edge in edges if edge + ANSWER < spec.max_positions):
+        for length in (edge, edge + 1) if _is_cheap(spec, edge, elements) else ():
+            ids = draw.choice(allowed, (1, length)).astype(np.int64)
+            found[f"row{length}"] = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    return found
+
+
+def _tokens(spec: ModelSpec) -> NDArray[np.int64]:
+    """Every token but the placeholder of pictures."""
+    every = np.arange(spec.vocab_size)
+    return every if spec.vision is None else every[every != spec.vision.image_token_id]
 
 
 def row_length(spec: ModelSpec, reach: int, elements: int) -> int:
@@ -118,8 +141,12 @@ def row_length(spec: ModelSpec, reach: int, elements: int) -> int:
     most = max(1, spec.max_positions - ANSWER)
     usual = min(LONGEST, max(32, LOGIT_VALUES // (2 * spec.vocab_size)))
     wanted = max(usual, reach + BEYOND)
-    is_cheap = 2 * wanted * elements <= MULTIPLIES and wanted * spec.vocab_size <= LOGIT_VALUES
-    return min(most, wanted if is_cheap else usual)
+    return min(most, wanted if _is_cheap(spec, wanted, elements) else usual)
+
+
+def _is_cheap(spec: ModelSpec, length: int, elements: int) -> bool:
+    """Whether a model of so many weights soon ends with a row."""
+    return 2 * length * elements <= MULTIPLIES and length * spec.vocab_size <= LOGIT_VALUES
 
 
 def _say_unreached(draft: Draft, reach: int, length: int) -> None:
@@ -141,11 +168,8 @@ def random_inputs(spec: ModelSpec, length: int, with_picture: bool) -> Arrays:
     The shorter row begins with the first and the last token of the vocabulary, and with those on both sides of where
     ranks divide it.
     """
-    draw = np.random.default_rng(SEED)
-    allowed = np.arange(spec.vocab_size)
+    draw, allowed = np.random.default_rng(SEED), _tokens(spec)
     vision = spec.vision if with_picture else None
-    if spec.vision is not None:
-        allowed = allowed[allowed != spec.vision.image_token_id]
     if vision is not None:
         tensors = vision.blank()
         placeholders = sum(vision.counts(tensors))
@@ -185,10 +209,7 @@ def far_inputs(spec: ModelSpec, length: int) -> Arrays | None:
     last = spec.max_positions - 1
     drawn = np.unique([0, last, *np.geomspace(1, last, FAR // 2).astype(np.int64), *draw.integers(1, last, FAR)])
     positions = drawn[np.linspace(0, len(drawn) - 1, min(FAR, len(drawn))).astype(np.int64)][None]
-    allowed = np.arange(spec.vocab_size)
-    if spec.vision is not None:
-        allowed = allowed[allowed != spec.vision.image_token_id]
-    ids = draw.choice(allowed, positions.shape).astype(np.int64)
+    ids = draw.choice(_tokens(spec), positions.shape).astype(np.int64)
     return {"input_ids": ids, "attention_mask": np.ones_like(ids), POSITIONS: positions}
 
 

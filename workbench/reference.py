@@ -26,10 +26,10 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.unpacked import Unpacked
+from firstlight.workbench.mends import mend, refill, sharpen
 
 Arrays = dict[str, NDArray[Any]]
 TYPE_NAMES = ("mm_token_type_ids", "token_type_ids")
-DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -81,28 +81,31 @@ class Reference:
                     raise
                 raise unavailable(directory, "tensors have other shapes than config.json asks for") from error
         refuse_random(directory, info)
-        _mend(model)
-        _refill(model, directory)
+        mend(model, lambda: decoder_layers(model))
+        refill(model, directory)
         if dtype == "F32":
-            _sharpen(model)
+            sharpen(model)
         return cls(model.eval(), transformers.__version__, _report(info))
 
     def run(self, inputs: Mapping[str, NDArray[Any]], generate: int = 0) -> Arrays:
-        """`hidden.0` ... `hidden.L`, `logits`, with pictures `image_features`, and `generate` greedy tokens.
+        """`hidden.0` ... `hidden.L`, `unnormed`, `logits`, with pictures `image_features`; `generate` greedy tokens.
 
         `inputs` are a golden file's: `input_ids` [batch, tokens], optionally `attention_mask` and picture tensors.
         """
-        device = self._model.device
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in inputs.items()}
-        tensors = _with_types(self._model, tensors)
+        given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        kind = self._model.dtype  # pixels in it, as processors are asked for them
+        tensors = {name: one.to(kind) if one.is_floating_point() else one for name, one in given.items()}
+        tensors = _with_types(self._model, {name: one.to(self._model.device) for name, one in tensors.items()})
         with torch.inference_mode(), quiet():
-            with self._first_layer() as seen:
+            with self._ends() as seen:
                 out = self._model(**tensors, output_hidden_states=True, use_cache=False)
-            if not seen:
+            if len(seen) < 3:
                 raise unavailable(type(self._model).__name__, "the layers that were found are not its decoder's")
-            found = {
-                f"hidden.{i}": state.float().cpu().numpy() for i, state in enumerate(in_order(out.hidden_states, *seen))
-            }
+            entered, left, last = seen
+            states = in_order(out.hidden_states, entered, left)
+            found = {f"hidden.{i}": state.float().cpu().numpy() for i, state in enumerate(states)}
+            if last.shape == left.shape:
+                found["unnormed"] = one_stream(last).float().cpu().numpy()
             found["logits"] = out.logits.float().cpu().numpy()
             if len(pictures := pictures_of(tensors)):
                 found["image_features"] = features_of(self._model, pictures)
@@ -152,18 +155,23 @@ class Reference:
         return entering(self._model, ids_T, positions_T)
 
     @contextlib.contextmanager
-    def _first_layer(self) -> Iterator[list[Tensor]]:
-        """What went into the first layer and what came out of it, once the model has run."""
+    def _ends(self) -> Iterator[list[Tensor]]:
+        """What went into the first layer, what came out of it and out of the last one, once the model has run."""
         seen: list[Tensor] = []
 
-        def keep(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            seen[:] = [args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple | list) else out]
+        def first(_: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            seen[:] = [args[0] if args else kwargs["hidden_states"], stream_of(out)]
 
-        hook = decoder_layers(self._model)[0].register_forward_hook(keep, with_kwargs=True)
+        layers = decoder_layers(self._model)
+        hooks = (
+            layers[0].register_forward_hook(first, with_kwargs=True),
+            layers[-1].register_forward_hook(lambda _, __, out: seen.append(stream_of(out))),
+        )
         try:
             yield seen
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
     def _teacher(self, forced: Mapping[str, NDArray[Any]] | None) -> Iterator[None]:
@@ -352,6 +360,12 @@ def behind_mixer(layer: Any) -> Any | None:
     return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
 
 
+def stream_of(out: Any) -> Tensor:
+    """What a layer hands on, of all that it returns."""
+    found: Tensor = out[0] if isinstance(out, tuple | list) else out
+    return found
+
+
 def one_stream(state: Tensor) -> Tensor:
     """Several residual streams as golden files have them: behind one another, or one where all are alike."""
     if state.dim() == 3:
@@ -371,48 +385,6 @@ def in_order(states: tuple[Tensor, ...], entered: Tensor, left: Tensor) -> tuple
 
 def pictures_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(("pixel", "image"))}
-
-
-def _mend(model: Any) -> None:
-    """What transformers 5.24 does not get right by itself.
-
-    Llama 4's forward asks the text's output for a field that it does not have. Decoders that may look ahead (PaliGemma)
-    look ahead by fast attention wherever no mask is made, and by the plain one only where they are asked to.
-    """
-    if type(model).__name__ == "Llama4ForConditionalGeneration":
-        model.language_model.register_forward_hook(_add_field)
-    with contextlib.suppress(Refused):  # no list of layers
-        modules = [module for layer in decoder_layers(model) for module in layer.modules()]
-        if any(getattr(module, "is_causal", True) is False for module in modules):
-            model.set_attn_implementation("eager")  # where others are given no mask they let a token see all of its row
-
-
-def _refill(model: Any, directory: str | Path) -> None:
-    """Youtu's row of the padding token as stored: transformers 5.24 loads it, and then sets it to zero."""
-    for name, module in model.named_modules():
-        row = getattr(module, "padding_idx", None) if isinstance(module, torch.nn.Embedding) else None
-        if row is None or bool(module.weight[row].any()):
-            continue
-        weights = Unpacked(Checkpoint.open(directory))
-        if f"{name}.weight" in weights.names:
-            with torch.no_grad():
-                module.weight[row] = weights.read(f"{name}.weight")[row].to(module.weight.dtype)
-
-
-def _sharpen(model: Any) -> None:
-    """MiniMax's decays anew, in float32, where the checkpoint holds nothing but their rounding to a narrower dtype."""
-    for module in model.modules():
-        if not hasattr(module, "decay_factors"):
-            continue
-        rate = module.get_slope_rate()
-        for name, exact in zip(DECAYS, (rate, *module.decay_factors(rate)), strict=True):
-            held = getattr(module, name)
-            if any(torch.equal(exact.to(dtype).float(), held) for dtype in (torch.bfloat16, torch.float16)):
-                held.copy_(exact)
-
-
-def _add_field(module: object, args: object, out: Any) -> None:
-    out.image_outputs = None
 
 
 def _with_types(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -148,6 +148,7 @@ class StreamedReference:
                 found[f"hidden.{index + 1}"] = one_stream(shown).float().numpy()
                 if index == last:
                     found["logits"] = out.logits.float().numpy()
+                    found["unnormed"] = one_stream(state).float().numpy()
         return found
 
     def _run_part(

@@ -2,7 +2,7 @@
 
 Legend: B rows of the batch, T padded length, L tokens of all rows flattened, H hidden, V vocabulary.
 Names are those of golden files: hidden.0 is the decoder's input, hidden.i the output of layer i, the last one after
-the final norm; logits; image_features.
+the final norm; unnormed, what the last layer gives in front of it; logits; image_features.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class TraceCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 POSITIONS = "position_ids"
 PROMPTS = "prompt_tokens"
 NO_LAYER = (0, 0)
+UNNORMED = "unnormed"
 
 
 def trace_command(
@@ -369,8 +370,8 @@ class _Tap:
             if not rest.isdecimal():
                 if self._blocks and low <= index < high:
                     self._keep(name, value)
-            elif index + 1 < self._num_layers and low <= index + 1 <= high:
-                self._keep(f"hidden.{index + 1}", value)
+            elif low <= index + 1 <= high:
+                self._keep(f"hidden.{index + 1}" if index + 1 < self._num_layers else UNNORMED, value)
 
     def _keep(self, name: str, value: Tensor) -> None:
         self._shown[name] = value.to(torch.float32, copy=True)
@@ -398,10 +399,10 @@ def _run_forced(
     last = command.inputs.get(f"hidden.{rank.spec.num_layers}")
     if last is not None and rank.model.is_last and high == rank.spec.num_layers:
         forced["logits"] = rank.model.run_head(_flatten(last, rows, rank), batch)
-    blocks = {name: value for name, value in shown.items() if name.startswith("layers.")}
-    features = {name: value for name, value in shown.items() if name == "image_features"}
+    beside = ("image_features", *([UNNORMED] if f"hidden.{rank.spec.num_layers}" in forced else []))
+    kept = {name: value for name, value in shown.items() if name.startswith("layers.") or name in beside}
     shown.clear()
-    shown.update(blocks | features | forced)
+    shown.update(kept | forced)
 
 
 def _entering(rank: Rank, command: TraceCommand, rows: Sequence[_Row], index: int) -> Tensor | None:

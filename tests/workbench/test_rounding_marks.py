@@ -10,7 +10,8 @@ import torch
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.workbench.golden import Golden
-from firstlight.workbench.reference import DECAYS, Reference
+from firstlight.workbench.mends import DECAYS
+from firstlight.workbench.reference import Reference
 from firstlight.workbench.report import Report
 from firstlight.workbench.rounding_marks import narrow_dtype
 from firstlight.workbench.verify import verify

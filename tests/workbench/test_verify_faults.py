@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 from firstlight.engine.inputs.prepare import Processor
 from firstlight.engine.model.build import Model
 from firstlight.engine.model.families.registry import FAMILIES
+from firstlight.engine.model.layers import rope as rotary
 from firstlight.engine.model.spec import ModelSpec
 from firstlight.engine.serving import worker
 from firstlight.engine.serving.cache import PageAllocator
@@ -26,6 +29,7 @@ from firstlight.engine.weights.files.safetensors_file import read, write
 from firstlight.kernels import operators
 from firstlight.kernels.attention import reference as attention
 from firstlight.kernels.registry_types import Implementation
+from firstlight.kernels.sequences import Sequences
 from firstlight.workbench.probe_inputs import random_inputs, reach_of, row_length
 from firstlight.workbench.reference import Reference
 from firstlight.workbench.report import Report
@@ -33,6 +37,7 @@ from firstlight.workbench.verify import verify
 from tests.checkpoints import _model as model_of
 from tests.checkpoints import quiet, randomize
 from tests.families.tiny import llama, rope
+from tests.vision_checkpoints import build as build_seeing
 
 Patch = pytest.MonkeyPatch
 change = msgspec.structs.replace
@@ -330,3 +335,80 @@ def test_the_padding_row_of_a_reference_is_that_of_the_checkpoint(checkpoint: Ca
     home = checkpoint("youtu")
     found = Reference.open(home).run({"input_ids": np.zeros((1, 2), np.int64)})["hidden.0"][0, 0]
     np.testing.assert_array_equal(found, read(home / "model.safetensors")["model.embed_tokens.weight"][0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize(("storage", "factor"), [("ffn.down", 1.02), ("mixer.o", 0.98)])
+def test_the_scale_of_the_last_layer_shows_in_front_of_the_norm(
+    storage: str, factor: float, dtype: str, homes: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """The final norm hides how large the stream is, and a part of it that is two in a hundred off, in rounding."""
+    home = homes("llama")
+    assert check(home, dtype=dtype).status == "passed"
+    weights_are(monkeypatch, f"layers.1.{storage}.weight", slice(None), factor)
+    report = check(home, dtype=dtype)
+    assert "random teacher.unnormed" in [one.name for one in report.checks if one.status == "failed"]
+    assert any(one.message.startswith("layer 1,") for one in report.findings if one.code == "wrong-numbers")
+
+
+def test_a_last_layer_that_is_known_behind_the_norm_alone(
+    homes: Callable[[str], Path], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Golden files have it so: two in a hundred of a part that is a thousandth of the stream."""
+    tensors = read(homes("llama") / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.1.{name}.weight"] *= np.float32(1e-3)  # type: ignore[operator]
+    (tmp_path / "config.json").write_bytes((homes("llama") / "config.json").read_bytes())
+    write(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    given = random_inputs(FAMILIES.describe(json.loads((tmp_path / "config.json").read_text()))[0], 32, False)
+    found = Reference.open(tmp_path).run(given)
+    del found["unnormed"]
+    write(tmp_path / "golden", {**given, **found})
+    options = EngineOptions(checkpoint=str(tmp_path), threads=1)
+    assert verify(options, tmp_path / "golden").status == "passed"
+    weights_are(monkeypatch, "layers.1.ffn.down.weight", slice(None), 1.02)
+    report = verify(options, tmp_path / "golden")
+    assert [one.name for one in report.checks if one.status == "failed"] == ["teacher.2"]
+    assert any("layer 1" in one.message for one in report.findings if one.code == "wrong-numbers")
+
+
+def test_a_final_norm_that_is_wrong_is_no_layer(homes: Callable[[str], Path], monkeypatch: Patch) -> None:
+    home = homes("llama")
+    weights_are(monkeypatch, "norm.weight", slice(3, 4), 1.01)
+    report = check(home)
+    assert "random teacher.unnormed" not in [one.name for one in report.checks if one.status == "failed"]
+    assert any("the final norm" in one.message for one in report.findings if one.code == "wrong-numbers")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "olmoe-normalized"])
+def test_what_is_right_passes_in_float16(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Projections that the reference keeps in float32; a token with another expert, which all that follow see."""
+    assert check(checkpoint(name), dtype="F16").status == "passed"
+
+
+@pytest.mark.parametrize("name", ["llama4", "kimi_k25"])
+def test_pictures_are_given_to_a_reference_in_its_own_dtype(name: str, tmp_path: Path) -> None:
+    assert check(build_seeing(name, tmp_path), dtype="BF16").status == "passed"
+
+
+def test_a_state_that_an_earlier_row_left_is_told(checkpoint: Callable[[str], Path], monkeypatch: Patch) -> None:
+    """It is forgotten over a long prompt: a row of two tokens waits for a place as well."""
+    home = checkpoint("mamba2")
+    assert check(home).status == "passed"
+    monkeypatch.setattr(Sequences, "build", partial(_never_fresh, Sequences.build))
+    assert [one.name for one in check(home).checks if one.status == "failed"] == ["random cached"]
+
+
+def _never_fresh(right: Callable[..., Any], query_lens: Any, slots: Any, fresh: Any, *more: Any) -> Any:
+    return right(query_lens, slots, [False] * len(fresh), *more)
+
+
+@pytest.mark.parametrize(("off", "first"), [(1, "row33 hidden.1"), (-1, "row32 hidden.1")])
+def test_frequencies_that_change_one_token_too_late_or_too_soon(
+    off: int, first: str, checkpoint: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    home = checkpoint("llama-rope-long")
+    assert check(home).status == "passed"
+    right = rotary.frequencies
+    monkeypatch.setattr(rotary, "frequencies", lambda rope, length=0: right(rope, length - off))
+    assert first in [one.name for one in check(home).checks if one.status == "failed"]
