@@ -13,6 +13,7 @@ import msgspec
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, gathered, listing, note, several, warning
+from firstlight.engine.model.backwards import Backwards
 from firstlight.engine.model.rules import Match, Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
 from firstlight.engine.weights.accounts.gaps import (
@@ -404,7 +405,10 @@ class _Book:
             rest = {pattern: names for pattern, names in missing.items() if pattern not in others.params}
         head = self.sources.get("head.weight")
         of_head = head.tensor if head is not None else None
-        self.findings.extend(missing_findings(rest, self.params, groups, tensors, spec.tied_head, of_head, lost))
+        backwards = Backwards(matcher.rules if rest else ())
+        self.findings.extend(
+            missing_findings(rest, self.params, groups, tensors, spec.tied_head, of_head, lost, backwards)
+        )
         self.findings.extend(unconsumed_findings(groups, tensors, matcher))
         return Ledger(
             sources=self.sources if len(tensors) >= MANY else dict(self.sources),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.model.backwards import Backwards, filled, stored_as
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.rules import Matcher, WeightRule
 from firstlight.engine.model.spec import ModelSpec, Param
@@ -190,14 +190,13 @@ def outlines_of(
 def outlines_of_params(params: Iterable[Param], rules: Iterable[WeightRule], fused: bool = False) -> list[Outline]:
     """The same for some of a model's parameters."""
     shapes = {param.name: param.stored_shape for param in params}
-    usable = [rule for rule in rules if rule.params and "{*}" not in rule.tensor]
-    usable.sort(key=lambda rule: fused and not (rule.stacked or len(rule.params) > 1))
-    backwards = _Backwards(usable, shapes)
+    ordered = sorted(rules, key=lambda rule: fused and not (rule.stacked or len(rule.params) > 1))
+    storage = _Tensors(Backwards(ordered), shapes)
     found: list[Outline] = []
     done: set[str] = set()
     for name in shapes:
         if name not in done:
-            found.append(backwards.outline(name))
+            found.append(storage.outline(name))
             done.update(found[-1].params)
     return found
 
@@ -208,24 +207,17 @@ def value_of(item: Outline, values: Mapping[str, NDArray[np.float32]]) -> NDArra
     return np.stack(whole) if item.rule.stacked else whole[0]
 
 
-class _Backwards:
-    """Rules read from right to left: from a parameter's name to the tensor that stores it."""
+class _Tensors:
+    """The tensors that store parameters: the first rule that fills one, and all others that it takes, stores it."""
 
-    def __init__(self, rules: Iterable[WeightRule], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, backwards: Backwards, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        self.candidates: dict[str, list[tuple[re.Pattern[str], WeightRule]]] = {}
-        for rule in rules:
-            for pattern in rule.params:
-                key = re.sub(r"\{\w+\}|\d+", "#", pattern)
-                self.candidates.setdefault(key, []).append((re.compile(_named(pattern)), rule))
+        self.backwards = backwards
 
     def outline(self, name: str) -> Outline:
-        for pattern, rule in self.candidates.get(re.sub(r"\d+", "#", name), ()):
-            numbers = pattern.fullmatch(name)
-            if numbers is not None and (members := self._members(rule, numbers.groupdict())):
-                return Outline(
-                    _fill(_first_choice(rule.tensor), numbers.groupdict()), self._shape(rule, members), members, rule
-                )
+        for rule, numbers in self.backwards.rules_of(name):
+            if members := self._members(rule, numbers):
+                return Outline(stored_as(rule, numbers), self._shape(rule, members), members, rule)
         raise Refused(
             fatal(
                 "missing-tensor",
@@ -242,7 +234,7 @@ class _Backwards:
         counts = rule.stacked and any("{e}" in param for param in rule.params)
         while not rows or counts:
             where = {**numbers, "e": str(len(rows))} if rule.stacked else numbers
-            row = tuple(_fill(param, where) for param in rule.params)
+            row = tuple(filled(param, where) for param in rule.params)
             if not all(name in self.shapes for name in row):
                 break
             rows.append(row)
@@ -268,20 +260,6 @@ def _join(rule: WeightRule, parts: list[NDArray[np.float32]]) -> NDArray[np.floa
     shape = list(stored[0].shape)
     shape[rule.split_dim] *= len(stored)
     return np.ascontiguousarray(np.stack(stored, axis=rule.split_dim + 1).reshape(shape))
-
-
-def _named(pattern: str) -> str:
-    """A parameter pattern as a regular expression: `{i}` is a named run of digits."""
-    return re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(pattern))
-
-
-def _fill(pattern: str, numbers: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: numbers[found[1]], pattern)
-
-
-def _first_choice(tensor: str) -> str:
-    """The first of each `(a|b)` in a tensor pattern."""
-    return re.sub(r"\(([^|)]*)\|?[^)]*\)", r"\1", tensor)
 
 
 def _stored_params(spec: ModelSpec, tied: bool | None) -> tuple[Param, ...]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import islice
 
 from firstlight.engine.findings import MOST_TENSORS, Finding, fatal, listing, several
+from firstlight.engine.model.backwards import Backwards
 from firstlight.engine.model.rules import Matcher
 from firstlight.engine.model.spec import Param
 from firstlight.engine.weights.accounts.lots import Parameters, experts
@@ -235,8 +236,9 @@ def missing_findings(
     tied_head: bool,
     head: str | None,
     lost: Mapping[str, Mapping[tuple[int, ...], str]],
+    backwards: Backwards,
 ) -> Iterator[Finding]:
-    """Parameters without a tensor, with how many of the same pattern have one, and where they might be.
+    """Parameters without a tensor, with how many of the same pattern have one, what it is called, where it might be.
 
     `candidates`: tensors that nothing consumes, by pattern. `head`: the tensor of the output head. `lost`: pattern and
     numbers of a parameter -> the file, absent or broken, that should have held it.
@@ -275,10 +277,16 @@ def missing_findings(
             "missing-tensor",
             f"{names.range}: {total - len(names):,} of {total:,} parameters filled{why}",
             **listing(names),
-            expected=f"{total:,} filled",
+            expected=f"{total:,} filled" + _stored_as(names, backwards),
             found=f"{total - len(names):,} filled",
             next=way,
         )
+
+
+def _stored_as(names: Numbered, backwards: Backwards) -> str:
+    """What the tensors of missing parameters are called, by the first of them."""
+    tensor = backwards.tensor_of(names[0])
+    return "" if tensor is None else f", from {tensor}" + (" and so on" if len(names) > 1 else "")
 
 
 def _but(missing: Mapping[str, Numbered], is_chosen: Callable[[str, tuple[int, ...]], bool]) -> dict[str, Numbered]:

@@ -281,7 +281,7 @@ def test_the_message_of_a_misspelt_tensor_reads_well(llama: Path) -> None:
     assert str(caught.value) == (
         "missing-tensor: norm.weight: 0 of 1 parameters filled\n"
         "  tensors: norm.weight\n"
-        "  expected: 1 filled; found: 0 filled\n"
+        "  expected: 1 filled, from model.norm.weight; found: 0 filled\n"
         "  next: perhaps model.nrom.weight, as many and of the same shape: rename them or add a weight rule; "
         "nothing is guessed\n"
         "unconsumed-tensor: model.nrom.weight: 1 tensor that no parameter consumes\n"
