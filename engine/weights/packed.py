@@ -6,8 +6,11 @@ contradicts is found and named; nothing is guessed, and no scale is made up. No 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+import msgspec
 
 from firstlight.engine.findings import Finding, fatal, listing, several, warning
 from firstlight.engine.weights.files.header import TensorInfo
@@ -47,6 +50,7 @@ LEFT_OUT = {  # what says how activations and caches are quantized, by the last 
     ),
 }
 Problem = tuple[str, str, str, str, str]  # code, format, what, expected, found: equal ones are one finding
+MOST_PROBLEMS = 50  # of one kind that have a finding each
 UNKNOWN: Problem = ("unsupported-format", "", "unknown", "", "")  # codes by name, which nothing says how to read
 
 
@@ -182,7 +186,7 @@ class _Grouping:
         return Packed(name, shape, form, parts)
 
     def close(self) -> Grouped:
-        findings = [_wrong(problem, names, self.every) for problem, names in self.problems.items()]
+        findings = list(_each_wrong(self.problems, self.every))
         findings += [_not_announced(format_, names, self.tensors) for format_, names in self.unannounced.items()]
         return Grouped(self.weights, self.companions, self.broken, tuple(findings))
 
@@ -237,6 +241,21 @@ def _shapes(variant: Format, part: Part, shape: tuple[int, ...]) -> Iterator[tup
     yield part.shape(shape)
     for empty in range(1, variant.padding):
         yield part.shape((*shape[:-1], shape[-1] - empty))
+
+
+def _each_wrong(problems: Mapping[Problem, Listed], tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    """A finding for each problem; of one kind those behind the first `MOST_PROBLEMS` are counted with the last."""
+    of_kind: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
+    for problem in problems:
+        of_kind[problem[:3]].append(problem)
+    for alike in of_kind.values():
+        *first, last = alike[:MOST_PROBLEMS]
+        yield from (_wrong(problem, problems[problem], tensors) for problem in first)
+        finding, more = _wrong(last, problems[last], tensors), sum(len(problems[one]) for one in alike[MOST_PROBLEMS:])
+        others = f"; and {several(more, 'tensor', 'tensors')} more likewise, with other sizes" if more else ""
+        yield msgspec.structs.replace(
+            finding, message=finding.message + others, more_tensors=finding.more_tensors + more
+        )
 
 
 def _wrong(problem: Problem, names: Listed, tensors: Mapping[str, TensorInfo]) -> Finding:

@@ -7,7 +7,9 @@ lacking, some. No torch.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 from itertools import chain, count, product, repeat, takewhile
 from typing import TypeVar
@@ -95,7 +97,7 @@ class Parameters(Mapping[str, Param]):
                 found.setdefault(pattern, []).append(numbers)
         singles: dict[str, list[str]] | None = None
         for pattern in self._lots - found.keys():
-            filled = sources.of(pattern)
+            filled = set(sources.of(pattern))
             if len(filled) < self.count(pattern):
                 singles = grouped(sources.singles, str) if singles is None else singles
                 filled.update(parted(name)[1] for name in singles.get(pattern, ()))
@@ -293,8 +295,14 @@ class _Book(MutableMapping[str, V]):
 class Sources(_Book[Source]):
     """Parameter -> where it comes from."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._filled: Counter[str] = Counter()
+        self._rows: dict[str, tuple[int, set[tuple[int, ...]]]] = {}
+
     def add(self, lot: Lot) -> None:
         self._lots.setdefault(lot.params, []).append(lot)
+        self._filled[lot.params] += len(lot)
 
     def several(self, names: Sequence[str]) -> list[Source]:
         """Of many parameters at once. Raises KeyError."""
@@ -319,13 +327,16 @@ class Sources(_Book[Source]):
     def _of_lot(self, lot: Lot, place: int) -> Source:
         return lot.source(place)
 
-    def of(self, pattern: str) -> set[tuple[int, ...]]:
-        """The numbers of the parameters of a pattern that lots fill."""
-        return set().union(*(lot.rows for lot in self._lots.get(pattern, ())))
+    def of(self, pattern: str) -> AbstractSet[tuple[int, ...]]:
+        """The numbers of the parameters of a pattern that lots fill; each lot is looked at once."""
+        lots, (known, rows) = self._lots.get(pattern, ()), self._rows.get(pattern, (0, set()))
+        rows.update(*(lot.rows for lot in lots[known:]))
+        self._rows[pattern] = len(lots), rows
+        return rows
 
     def filled(self, pattern: str) -> int:
         """How many parameters of a pattern lots fill."""
-        return sum(map(len, self._lots.get(pattern, ())))
+        return self._filled[pattern]
 
     @property
     def are_plain(self) -> bool:

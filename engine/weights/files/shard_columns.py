@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -219,6 +220,7 @@ def _in_order(body: bytes) -> bytes:
     return re.sub(rf'":\{{{entry}\}}'.encode(), _USUAL, body)
 
 
+@lru_cache(maxsize=1 << 14)
 def _form(text: str) -> Form | None:
     match = _FORM.fullmatch(text)
     if match is None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from firstlight.engine.weights.files.lines import Ints
 from firstlight.engine.weights.files.shard_columns import Form
@@ -48,7 +49,8 @@ class ColumnKind(Kind):
         if isinstance(places, range):
             return self
         chosen = np.asarray(places, np.int64)
-        return self._at(self._rows[chosen], _places(_array(self.places)[chosen]))
+        is_whole = isinstance(self.places, range)
+        return self._at(self._rows[chosen], _places(chosen if is_whole else _array(self.places)[chosen]))
 
     def _at(self, rows: Ints, places: Sequence[int]) -> Kind:
         return ColumnKind(self._table, self._kind, rows, places)
@@ -90,8 +92,13 @@ class ColumnKind(Kind):
 
     def within(self, numbers: Sequence[Sequence[int]]) -> Sequence[int]:
         columns = zip(self._numbers.T, numbers, strict=True)
-        is_in = np.logical_and.reduce([np.isin(column, known) for column, known in columns])
+        is_in = np.logical_and.reduce([_are_among(column, known) for column, known in columns])
         return range(len(self._rows)) if is_in.all() else _places(np.flatnonzero(is_in))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether names have numbers; of columns it does not matter how many."""
+        return "*" in self.pattern
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
@@ -224,6 +231,13 @@ def _places(places: Ints) -> Sequence[int]:
 
 def _array(places: Sequence[int]) -> Ints:
     return np.arange(places.start, places.stop) if isinstance(places, range) else np.asarray(places, np.int64)
+
+
+def _are_among(column: Ints, known: Sequence[int]) -> NDArray[np.bool_]:
+    """Which numbers are among those known, which are in order and mostly without gaps."""
+    if known and known[-1] - known[0] == len(known) - 1:
+        return (column >= known[0]) & (column <= known[-1])
+    return np.isin(column, known)
 
 
 def _sorted(column: Ints) -> list[int]:
