@@ -284,8 +284,8 @@ def missing_findings(
 
 
 def _stored_as(names: Numbered, backwards: Backwards) -> str:
-    """What the tensors of missing parameters are called, by the first of them."""
-    tensor = backwards.tensor_of(names[0])
+    """What the tensors of missing parameters are called, by the first of them in the order of numbers."""
+    tensor = backwards.tensor_of(names[names.rows.index(min(names.rows))])
     return "" if tensor is None else f", from {tensor}" + (" and so on" if len(names) > 1 else "")
 
 
