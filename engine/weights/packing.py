@@ -114,10 +114,13 @@ def _fp8(weight: Floats, how: Fp8, _: np.random.Generator) -> tuple[Parts, Float
     table = fp8_values(how.code)
     table = table[~np.isnan(table)]
     scales = as_stored(absolute_scales(weight, how.block, float(table[-1])), how.scale)
-    each = spread(scales, how.block, weight.shape)
-    codes, values = _float_codes(weight / each, table, 7)
+    codes, values = _float_codes(weight / spread(scales, how.block, weight.shape), table, 7)
+    if how.inverse:
+        stored = as_stored(1 / scales, how.scale)
+        return {"codes": codes, "scale": stored}, values / spread(stored, how.block, weight.shape)
     exponents = how.scale in ("F8_E8M0", "U8")
-    return {"codes": codes, "scale": _exponents(scales) if exponents else scales}, values * each
+    parts = {"codes": codes, "scale": _exponents(scales) if exponents else scales}
+    return parts, values * spread(scales, how.block, weight.shape)
 
 
 def _whole_numbers(

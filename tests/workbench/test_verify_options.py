@@ -34,6 +34,7 @@ ROUND = {
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 24, "version": "gemm", "zero_point": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [24, 28]}
+INVERSE = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
 INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=24)
 BLOCKS = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[24, 28])
 
@@ -61,10 +62,11 @@ def of_formats(wrong: Callable[[Any], Format]) -> Callable[..., Any]:
         (AWQ, lambda own: change(own, group=28)),
         (FP8, lambda own: change(own, block=(28, 24))),
         (FP8, lambda own: change(own, inverse=True)),
+        (INVERSE, lambda own: change(own, inverse=False)),
         (BLOCKS, lambda own: change(own, block=(28, 28))),
         (INT4, lambda own: change(own, group=28)),
     ],
-    ids=["gptq as v2", "v2 as gptq", "auto-round", "awq group", "fp8 block", "fp8 inverse", "block rows", "int4 group"],
+    ids=["gptq as v2", "v2 as gptq", "auto-round", "awq group", "fp8 block", "fp8 inverse", "fp8 not inverse", "block rows", "int4 group"],
 )  # fmt: skip
 def test_an_option_that_ranks_misread(
     quantization: Mapping[str, Any],
@@ -102,9 +104,8 @@ def test_zero_points_that_are_announced_otherwise_than_stored(
 
 def test_scales_that_are_announced_the_wrong_way_round(checkpoint: Get, tmp_path: Path) -> None:
     """Codes that are said to be divided by what they must be multiplied by."""
-    quantization = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
     quantize(checkpoint("llama"), {"quant_method": "fp8"}, tmp_path / "packed", tmp_path / "plain")
-    edit_config(tmp_path / "packed", quantization_config=quantization)
+    edit_config(tmp_path / "packed", quantization_config=INVERSE)
     report = check(tmp_path / "packed")
     assert "announced" in [one.name for one in report.checks if one.status == "failed"]
     assert any("the wrong way round" in one.message for one in report.findings)

@@ -33,6 +33,7 @@ FORMATS: dict[str, Format] = {
     "fp8": Fp8(),
     "fp8-rows": Fp8(block=(1, WHOLE), scale="BF16"),
     "fp8-blocks": Fp8(block=(16, 32), suffix="weight_scale_inv"),
+    "fp8-inverse": Fp8(suffix="weight_scale_inv", inverse=True),
     "fp8-e5m2-ue8m0": Fp8(block=(16, 16), code="F8_E5M2", scale="F8_E8M0"),
     "mxfp8": Fp8(block=(1, 32), scale="U8"),
     "int8": Int8(),
@@ -135,6 +136,8 @@ def by_reference(format_: Format, stored: Mapping[str, torch.Tensor], shape: tup
 
 def options_of(format_: Format) -> dict[str, Any]:
     """What a configuration says of a format, as far as headers leave it open."""
+    if isinstance(format_, Fp8) and format_.inverse:
+        return {"weight_scale_semantics": "inverse"}
     if isinstance(format_, Fp8 | Int8):
         return {"weight_block_size": list(format_.block)} if all(format_.block) else {}
     said = {"bits": getattr(format_, "bits", 4), "group_size": getattr(format_, "group", None) or -1}
