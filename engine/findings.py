@@ -30,6 +30,7 @@ CODES: dict[str, str] = {
     "differing-copies": "hosts that share a model hold different copies of its checkpoint",
     "manifest-mismatch": "a tensor or side file is not that of the manifest it is held against",
     "odd-scale": "a tensor is all zero or far larger or smaller than the same tensor of other layers",
+    "equal-layers": "a layer or expert holds the bytes of another",
     "not-finite": "a tensor holds NaN or infinity",
     "trailing-bytes": "a shard is longer than its header says",
     "header-too-large": "a header exceeds the limit on its size",

@@ -324,6 +324,7 @@ def _deep(
     from firstlight.workbench.deep import read_all
     from firstlight.workbench.manifest import differences, manifest_of
     from firstlight.workbench.outliers import outliers
+    from firstlight.workbench.scan_copies import copies
 
     readings, elapsed_s = read_all(checkpoint, progress)
     bad = [reading for reading in readings if reading.nan or reading.infinite]
@@ -331,7 +332,7 @@ def _deep(
     draft.check("every value is finite", not bad, value=len(bad), limit=0, unit="tensors", detail=_names(bad))
     draft.metric("read_rate", total / elapsed_s if elapsed_s else None, "B/s", f"{total:,} bytes read and hashed")
     draft.find(_not_finite(bad, checkpoint))
-    draft.find(_placed(finding, checkpoint) for finding in outliers(readings))
+    draft.find(_placed(finding, checkpoint) for finding in (*outliers(readings), *copies(readings, checkpoint)))
     draft.table(
         "hashes",
         (

@@ -322,3 +322,43 @@ def test_a_weight_without_siblings_that_is_all_zero_is_a_hole(home: Path) -> Non
     (finding,) = of(scan(changed(home, empty), deep=True), "odd-scale")
     assert (finding.file, finding.tensors) == ("model.safetensors", (name,))
     assert of(scan(home), "odd-scale") == [], "only values show it"
+
+
+# Layers that hold the bytes of others
+
+
+def layer(number: int) -> str:
+    return f"model.layers.{number}."
+
+
+def as_layer(tensors: dict[str, Tensor], one: int, other: int, words: str = "") -> None:
+    """What a layer has becomes another's as well, as far as names have these words in them."""
+    for name in [name for name in tensors if name.startswith(layer(one)) and words in name]:
+        tensors[name.replace(layer(one), layer(other))] = tensors[name]
+
+
+def test_a_layer_that_is_written_twice_is_a_warning(home: Path) -> None:
+    assert of(scan(home, deep=True), "equal-layers") == []
+    report = scan(changed(home, lambda tensors: as_layer(tensors, 0, 1)), deep=True)
+    (finding,) = of(report, "equal-layers")
+    assert (finding.severity, finding.file, report.status) == ("warning", "model.safetensors", "passed")
+    assert finding.message == "model.layers.1 holds the bytes of model.layers.0: 7 of its 7 weights"
+    assert all(name.startswith(layer(1)) and "norm" not in name for name in finding.tensors)
+    assert of(scan(home), "equal-layers") == [], "only values show it"
+
+
+def test_a_part_of_a_layer_that_is_written_twice_is_counted(home: Path) -> None:
+    (finding,) = of(scan(changed(home, lambda t: as_layer(t, 1, 0, ".mlp.")), deep=True), "equal-layers")
+    assert finding.message == "model.layers.1 holds the bytes of model.layers.0: 3 of its 7 weights"
+
+
+@pytest.mark.parametrize(("words", "value"), [("", 0.0), ("", 1.0), ("norm", 0.7), ("", -0.02)])
+def test_what_is_equal_by_right_is_no_copy(home: Path, words: str, value: float) -> None:
+    """Norms, whatever they are, and matrices of one value."""
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if words in name and ".layers." in name:
+                tensors[name] = np.full(tensor.shape, value, np.float32)
+
+    assert of(scan(changed(home, fill), deep=True), "equal-layers") == []
