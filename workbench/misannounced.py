@@ -8,6 +8,7 @@ both believe what is said, so that no comparison of the two shows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -19,8 +20,9 @@ from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.recipes import Recipe
 from firstlight.engine.weights.unpacked import Unpacked
 
+Floats = NDArray[np.float32]
 SAMPLE = 12  # weights that are looked at, from the first to the last
-MOST_VALUES = 1 << 25  # of one that is
+MOST_VALUES = 1 << 24  # of one that is, where there are such
 NEAR = 0.25  # steps: a mean that is so near zero is zero, and one so near a step is a step
 SURE = 4.0  # standard errors of a mean, within which it must be known for that
 TOO_LARGE, USUAL = 1e3, 1e2  # root mean squares: no weight is the one, and what is read right is below the other
@@ -38,7 +40,8 @@ def misannounced(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 def _sample(weights: Unpacked) -> list[str]:
     """Weights that could be read in two ways, spread over all of them."""
     names = [name for name in weights.packed if _otherwise(weights.recipe(name)) is not None]
-    names = [name for name in names if np.prod(weights.recipe(name).shape) <= MOST_VALUES]
+    sizes = {name: math.prod(weights.recipe(name).shape) for name in names}
+    names = [name for name in names if sizes[name] <= max(MOST_VALUES, min(sizes.values()))]
     places = np.unique(np.linspace(0, len(names) - 1, min(SAMPLE, len(names))).astype(int)) if names else ()
     return [names[place] for place in places]
 
@@ -55,7 +58,7 @@ def _findings(weights: Unpacked, sample: Mapping[str, Recipe]) -> Iterator[Findi
     for name, recipe in sample.items():
         other = _otherwise(recipe)
         assert other is not None
-        told, otherwise = (weights.read_by(name, one).numpy().astype(np.float64) for one in (recipe, other))
+        told, otherwise = (weights.read_by(name, one).numpy() for one in (recipe, other))
         if recipe.formula == "inputs":
             shifts += _in_steps(told, otherwise)
             less = recipe.less
@@ -93,14 +96,15 @@ def _inverted(names: tuple[str, ...], size: float, otherwise: float) -> Finding:
     )
 
 
-def _in_steps(said: NDArray[np.float64], otherwise: NDArray[np.float64]) -> list[tuple[float, float]]:
+def _in_steps(told: Floats, otherwise: Floats) -> list[tuple[float, float]]:
     """The mean of a matrix in steps of its groups, and the standard error of that; none of what has no step."""
-    step = float(np.abs(said - otherwise).mean())
-    return [(float(said.mean()) / step, float(said.std()) / step / said.size**0.5)] if step else []
+    step = float(np.abs(told - otherwise).mean(dtype=np.float64))
+    mean, spread = (float(found) / step if step else 0.0 for found in (told.mean(dtype=np.float64), told.std()))
+    return [(mean, spread / told.size**0.5)] if step else []
 
 
-def _size(values: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.square(np.nan_to_num(values)).mean()))
+def _size(values: Floats) -> float:
+    return float(np.sqrt(np.square(np.nan_to_num(values), dtype=np.float64).mean()))
 
 
 def _are_shifted(shifts: NDArray[np.float64]) -> bool:

@@ -116,7 +116,7 @@ def _fp8(weight: Floats, how: Fp8, _: np.random.Generator) -> tuple[Parts, Float
     scales = as_stored(absolute_scales(weight, how.block, float(table[-1])), how.scale)
     codes, values = _float_codes(weight / spread(scales, how.block, weight.shape), table, 7)
     if how.inverse:
-        stored = as_stored(1 / scales, how.scale)
+        stored = as_stored(np.float32(1) / scales, how.scale)
         return {"codes": codes, "scale": stored}, values / spread(stored, how.block, weight.shape)
     exponents = how.scale in ("F8_E8M0", "U8")
     parts = {"codes": codes, "scale": _exponents(scales) if exponents else scales}

@@ -66,7 +66,8 @@ def of_formats(wrong: Callable[[Any], Format]) -> Callable[..., Any]:
         (BLOCKS, lambda own: change(own, block=(28, 28))),
         (INT4, lambda own: change(own, group=28)),
     ],
-    ids=["gptq as v2", "v2 as gptq", "auto-round", "awq group", "fp8 block", "fp8 inverse", "fp8 not inverse", "block rows", "int4 group"],
+    ids=["gptq as v2", "v2 as gptq", "auto-round", "awq group", "fp8 block", "fp8 inverse", "fp8 not inverse",
+         "block rows", "int4 group"],
 )  # fmt: skip
 def test_an_option_that_ranks_misread(
     quantization: Mapping[str, Any],

@@ -144,7 +144,9 @@ class Gptq(Format, frozen=True, kw_only=True):
             return "zero", f"codes of zero points below {most}, stored less one", f"{most}: {said}"
         found = occurring(self._zeros(word)) if self.symmetric and word.numel() else ()
         if wrong := sorted(set(found) - {middle}):
-            return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}"
+            shifted, form = (middle + 1, "gptq_v2") if self.zero_offset else (middle - 1, "gptq")
+            more = f", as checkpoint_format {form!r} stores them" if found == {shifted} else ""
+            return "zero", f"zero points of {middle}, since sym is true", f"zero points of {wrong[0]}{more}"
         return group_problem(stored, self.parts[1].shape(shape)[-2])
 
     def describe(self) -> str:

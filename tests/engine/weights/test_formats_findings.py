@@ -132,8 +132,12 @@ def test_zero_points_that_are_not_in_the_middle_though_sym_says_so(tmp_path: Pat
         loaded_is(tmp_path, settle(tmp_path), values, Mesh())
     (finding,) = caught.value.findings
     assert finding.expected == "zero points of 8, since sym is true"
-    assert finding.found == "zero points of 9"
+    assert finding.found == "zero points of 9, as checkpoint_format 'gptq_v2' stores them"
     change(tmp_path, lambda held: middle(held, 7))
+    edit_config(tmp_path, quantization_config={**CONFIGS["gptq"], "sym": True, "checkpoint_format": "gptq_v2"})
+    with pytest.raises(Refused, match="of 7, as checkpoint_format 'gptq' stores them"):
+        loaded_is(tmp_path, settle(tmp_path), values, Mesh())
+    edit_config(tmp_path, quantization_config={**CONFIGS["gptq"], "sym": True})
     checkpoint = Checkpoint.open(tmp_path)
     spec, _ = FAMILIES.describe(checkpoint.config)
     assert load(checkpoint, rank_pieces(spec, Mesh(), 0, "F32", settle(tmp_path))).params
