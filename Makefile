@@ -119,6 +119,10 @@ notebooks: install ## execute every notebook; results as HTML in build/notebooks
 		--HTMLExporter.preprocessors=nbconvert.preprocessors.CoalesceStreamsPreprocessor \
 		--CoalesceStreamsPreprocessor.enabled=True
 
+.PHONY: pictures
+pictures: install ## take the pictures of README and the dashboard anew, on a quiet machine: make pictures [ARGS="dashboard loading notebook"]
+	$(BIN)/python -m tests.pictures $(ARGS)
+
 .PHONY: public-api
 public-api: install ## accept the present public names: rewrites tests/repo/public_api.txt
 	$(BIN)/python -m tests.repo.public_api

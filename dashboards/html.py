@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from firstlight.engine.findings import Finding, printable
 from firstlight.workbench.figures import colour
-from firstlight.workbench.render import words
+from firstlight.workbench.render import columns, words
 from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Metric
 
@@ -138,21 +137,17 @@ def amount(value: Any, unit: str = "") -> str:
     """A value with its unit; times below a second in the unit in which they are read."""
     if unit in ("s", "ms") and words.is_number(value):
         seconds = value / (1e3 if unit == "ms" else 1)
-        unit, scale = _time_unit(abs(seconds)) if seconds else (unit, 1.0)
+        unit, scale = columns.time_unit(abs(seconds)) if seconds else (unit, 1.0)
         return f"{words.number(seconds * scale)} {unit}"
     return words.quantity(value, unit)
 
 
-def _time_unit(largest_s: float) -> tuple[str, float]:
-    return ("s", 1.0) if largest_s >= 1 else ("ms", 1e3) if largest_s >= 1e-3 else ("µs", 1e6)
-
-
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None, most: int = MOST_ROWS) -> str:
+def table(rows: Sequence[Mapping[str, Any]], most: int = MOST_ROWS) -> str:
     """Rows by column; columns that say nothing are left out, numbers stand right, long tables are cut and say so.
 
     The numbers of a column have as many decimals; what a cell rounds stands in full in its title.
     """
-    found = list(columns or dict.fromkeys(key for row in rows for key in row))
+    found = dict.fromkeys(key for row in rows for key in row)
     shown = [column for column in found if says_something(column, [dict(row) for row in rows])]
     made = [_column(column, [row.get(column) for row in rows[:most]]) for column in shown]
     head = "".join(f'<th class="{kind}" scope="col">{said(name)}</th>' for name, kind, _ in made)
@@ -165,48 +160,13 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = Non
 
 def _column(column: str, values: Sequence[Any]) -> tuple[str, str, list[str]]:
     """A column as its heading, the class of its numbers, if it has some, and its cells."""
-    name = words.heading(column.removesuffix("_bytes_per_s"))
-    numbers = [float(value) for value in values if words.is_number(value)]
-    kind = "n" if numbers or any(isinstance(value, Figure) for value in values) else ""
-    texts = [value.text if isinstance(value, Link | Line | Figure) else _in_words(column, value) for value in values]
-    if numbers and (scale := words.percent_scale(column)) is not None:
-        number = _alike([scale * one for one in numbers])
-        texts = [
-            f"{number(scale * value)} %" if words.is_number(value) else words.cell(column, value) for value in values
-        ]
-    elif numbers and any(isinstance(value, float) for value in values) and words.cell(column, 1.5) == "1.5":
-        scale = 1.0
-        if column.endswith("_s") and not column.endswith("_per_s"):
-            unit, scale = _time_unit(max(map(abs, numbers)) or 1.0)
-            name = f"{name.partition(' (')[0]} ({unit})"
-        number = _alike([scale * one for one in numbers])
-        texts = [number(scale * value) if words.is_number(value) else words.cell(column, value) for value in values]
+    kind = "n" if any(words.is_number(value) or isinstance(value, Figure) for value in values) else ""
+    name, found = columns.cells(column, values)
+    texts = [
+        value.text if isinstance(value, Link | Line | Figure) else text
+        for value, text in zip(values, found, strict=True)
+    ]
     return name, kind, [_cell(column, text, kind, value) for text, value in zip(texts, values, strict=True)]
-
-
-def _alike(numbers: Sequence[float]) -> Callable[[float], str]:
-    """How the numbers of one column are written: with the decimals that four digits of the largest leave.
-
-    Where a number would be lost in that, each is written by itself or, if all are tiny, as powers of ten.
-    """
-    sizes = [abs(number) for number in numbers if number]
-    if not sizes or all(number == int(number) for number in numbers if math.isfinite(number)):
-        return words.number
-    largest, least = max(sizes), min(sizes)
-    if largest < 1e-3:
-        return lambda number: f"{number:.2e}" if number else "0"
-    decimals = max(0, 3 - math.floor(math.log10(largest))) if math.isfinite(largest) else 0
-    decimals = min(decimals, max(len(f"{size:.{decimals}f}".rstrip("0").partition(".")[2]) for size in sizes))
-    if least < 0.5 * 10.0**-decimals:
-        return words.number
-    return lambda number: f"{number:,.{decimals}f}" if number else "0"
-
-
-def _in_words(column: str, value: Any) -> str:
-    """A value by its column's name: rates of bytes with prefixes, else as everywhere."""
-    if words.is_number(value) and column.endswith("_bytes_per_s"):
-        return words.quantity(value, "B/s")
-    return words.cell(column, value)
 
 
 def _cell(column: str, text: str, kind: str, value: Any) -> str:

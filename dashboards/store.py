@@ -130,7 +130,7 @@ class Follower:
         now_s = time.monotonic()
         if now_s < self._again_s or now_s - self._polled_s < LEAST_S:
             return
-        if self._record_changed() or self._has_events():
+        if self._time_of_record() != self._record_time or self._has_events():
             self._polled_s = now_s
             self.poll()
 
@@ -242,9 +242,6 @@ class Follower:
             self._host.release()
             self._host = None
         return {"progress": {}, "trails": {}, "requests": (), "health": None, "info": None}
-
-    def _record_changed(self) -> bool:
-        return self._time_of_record() != self._record_time
 
     def _read_record(self) -> bool:
         now = self._time_of_record()

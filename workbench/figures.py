@@ -402,7 +402,7 @@ def _bar(
 
 
 def _short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2e}"
+    return "–" if value is None else f"{value:.2e}" if value else "0"
 
 
 def _page(title: str, body: str) -> str:

@@ -50,7 +50,8 @@ READ = """() => {
 
 
 HAS_READ_THE_FILE = """() => Bokeh.documents.some((document) =>
-  [...document._all_models.values()].some((model) => model.type === "FileInput" && model.value))"""
+  [...document._all_models.values()].some((model) =>
+    model.type === "FileInput" && !model.properties.value.is_unset && model.value))"""
 
 
 def shown(page: Any) -> str:

@@ -23,7 +23,7 @@ from firstlight.engine.weights.files.safetensors_file import write as save
 from firstlight.workbench import figures
 from firstlight.workbench.face import Face, say_refused
 from firstlight.workbench.faults import report_of
-from firstlight.workbench.render.html import ON_DARK, ON_LIGHT, report_html
+from firstlight.workbench.render.html import ON_DARK, ON_LIGHT, report_html, table_html
 from firstlight.workbench.render.terminal import joined, report_text
 from firstlight.workbench.render.words import cell, harmless, heading, in_bytes, quantity, seconds, titles
 from firstlight.workbench.report import Draft, Metric, Report, finite, refusal, write_atomically
@@ -297,6 +297,16 @@ def test_html_names_no_colour_that_one_theme_hides() -> None:
 )
 def test_quantities_read_well(value: object, unit: str, words: str) -> None:
     assert quantity(value, unit) == words
+
+
+def test_numbers_of_a_column_of_a_notebook_have_as_many_decimals() -> None:
+    rows = [{"rank": 0, "done_s": 0.01034, "share_of_limit": 0.2324, "rate_bytes_per_s": 2.0**20}]
+    rows += [{"rank": 1, "done_s": 0.0113, "share_of_limit": 0.377, "rate_bytes_per_s": None}]
+    shown = table_html(rows)
+    assert re.findall(r"<th[^>]*>([^<]*)<", shown) == ["rank", "done (ms)", "share of limit", "rate"]
+    assert re.findall(r"<td[^>]*>([^<]*)<", shown) == [
+        "0", "10.34", "23.24 %", "1.00 MiB/s", "1", "11.30", "37.70 %", "",
+    ]  # fmt: skip
 
 
 def test_columns_say_their_unit() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from firstlight.engine.findings import printable
-from firstlight.workbench.render import words
+from firstlight.workbench.render import columns, words
 from firstlight.workbench.render.terminal import finding_fields, says_something
 from firstlight.workbench.report import Report
 
@@ -141,17 +141,20 @@ def _metrics(report: Report) -> str:
 
 
 def table_html(rows: list[dict[str, Any]]) -> str:
-    """Rows by column as a table; long ones are cut, and say so."""
-    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if says_something(column, rows)]
-    numeric = {column: any(words.is_number(row.get(column)) for row in rows) for column in columns}
-    kinds = {column: "n" if numeric[column] else "" for column in columns}
-    head = "".join(f'<th class="{kinds[c]}">{_said(words.heading(c))}</th>' for c in columns)
-    body = "".join(
-        "<tr>" + "".join(_td(words.cell(c, row.get(c)), kinds[c]) for c in columns) + "</tr>"
-        for row in rows[:MOST_ROWS]
-    )
+    """Rows by column as a table, the numbers of a column with as many decimals; long ones are cut, and say so."""
+    found = [column for column in dict.fromkeys(key for row in rows for key in row) if says_something(column, rows)]
+    made = [_column(column, [row.get(column) for row in rows[:MOST_ROWS]]) for column in found]
+    head = "".join(f'<th class="{kind}">{_said(name)}</th>' for name, kind, _ in made)
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in zip(*(cells for _, _, cells in made), strict=True))
     more = f'<div class="quiet">and {len(rows) - MOST_ROWS:,} more rows</div>' if len(rows) > MOST_ROWS else ""
     return f"<table><tr>{head}</tr>{body}</table>{more}"
+
+
+def _column(column: str, values: list[Any]) -> tuple[str, str, list[str]]:
+    """A column as its heading, the class of its numbers, if it has some, and its cells."""
+    kind = "n" if any(map(words.is_number, values)) else ""
+    name, texts = columns.cells(column, values)
+    return name, kind, [_td(text, kind) for text in texts]
 
 
 class RowsView:

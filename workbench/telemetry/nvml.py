@@ -37,7 +37,7 @@ class _Metric(NamedTuple):
 _METRICS = (
     _Metric("utilisation", "%", lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
     _Metric("memory_utilisation", "%", lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).memory),
-    _Metric("temperature", "C", lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
+    _Metric("temperature", "°C", lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
     _Metric("power", "W", lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
     _Metric("power_limit", "W", lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3, seldom=True),
     _Metric("sm_clock", "MHz", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),

@@ -57,7 +57,7 @@ def test_a_usual_machine(gpus: Callable[..., Rounds]) -> None:
         "utilisation": (37, "%"),
         "memory_used": (3 << 30, "B"),
         "memory_total": (80 << 30, "B"),
-        "temperature": (55, "C"),
+        "temperature": (55, "°C"),
         "power": (250.5, "W"),
         "sm_clock": (1980, "MHz"),
         "pcie_sent": (2 << 20, "B/s"),
