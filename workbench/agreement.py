@@ -6,7 +6,7 @@ disagreement that changes prompts, pictures or where an answer ends is named her
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from firstlight.engine.findings import Finding, note, several, warning
 from firstlight.engine.inputs import side_files
 from firstlight.engine.inputs.generation_config import unmet
 from firstlight.engine.inputs.side_files import nested
-from firstlight.engine.inputs.special_tokens import MOST_DIGITS
 from firstlight.engine.weights.files.json_text import keys_twice
-from firstlight.workbench.contradictions import TEXT_LEVELS
+from firstlight.workbench.scan_marks import SPECIAL_TOKENS, Tokens, clash, integer, stated, unlike_marks
 
 TEMPLATE = "chat_template.jinja"
 MEDIA_KEYS = (
@@ -43,21 +42,7 @@ class _Vocabulary(msgspec.Struct):
 class _Tokenizer(msgspec.Struct):
     model: _Vocabulary = msgspec.field(default_factory=_Vocabulary)
     added_tokens: list[_Added] = msgspec.field(default_factory=list)
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    """Every token id of a tokenizer.json with, where it has one, the text of an added token."""
-
-    ids: frozenset[int]
-    added: dict[str, int]
-    texts: dict[str, int]
-
-    @property
-    def highest(self) -> int:
-        return max(self.ids, default=-1)
-
-    def id_of(self, text: str) -> int | None:
-        return self.added.get(text, self.texts.get(text))
+    post_processor: Any = None
 
 
 class _Reader:
@@ -124,11 +109,11 @@ class _Reader:
         texts = vocab if isinstance(vocab, dict) else {}
         ids = frozenset(texts.values()) if texts else frozenset(range(len(vocab)))
         added = {token.content: token.id for token in found.added_tokens}
-        return Tokens(ids | frozenset(added.values()), added, texts)
+        return Tokens(ids | frozenset(added.values()), added, texts, found.post_processor)
 
 
 def _stated_twice(name: str, keys: tuple[str, ...]) -> Finding:
-    return _clash(
+    return clash(
         name,
         f"{name} states {', '.join(keys[:4])} twice with different values; the last counts",
         "every key once",
@@ -161,16 +146,14 @@ def disagreements(directory: Path, config: Mapping[str, Any], rows: int | None) 
     tokens = reader.tokens()
     options = reader.json(side_files.TOKENIZER_CONFIG)
     generation = reader.json(side_files.GENERATION_CONFIG)
-    rows = rows or _integer(_stated(config, "vocab_size"))
+    rows = rows or integer(stated(config, "vocab_size"))
     found: list[Finding] = []
     if tokens is not None:
         found.extend(_vocabulary(tokens, rows))
-        found.extend(_moved_tokens(tokens, options))
         found.extend(_media(tokens, config, reader.json(side_files.PROCESSOR_CONFIG)))
     elif rows is not None:
         found.extend(_media_beyond(config, rows))
-    found.extend(_ends(tokens, config, generation, options, rows))
-    found.extend(_impossible_ends(config, generation, rows))
+    found.extend(unlike_marks(tokens, config, generation, options, reader.json(SPECIAL_TOKENS), rows))
     found.extend(unmet(generation))
     found.extend(_templates(reader, options))
     found.extend(_pictures(reader, config))
@@ -183,7 +166,7 @@ def _vocabulary(tokens: Tokens, rows: int | None) -> Iterator[Finding]:
     beyond = sorted(id_ for id_ in tokens.ids if id_ >= rows)
     if beyond:
         name = next((text for text, id_ in (tokens.added | tokens.texts).items() if id_ == beyond[0]), "")
-        yield _clash(
+        yield clash(
             side_files.TOKENIZER,
             f"{several(len(beyond), 'token has', 'tokens have')} no row in the embedding, {name!r} ({beyond[0]:,}) "
             "first",
@@ -202,42 +185,14 @@ def _vocabulary(tokens: Tokens, rows: int | None) -> Iterator[Finding]:
         )
 
 
-def _moved_tokens(tokens: Tokens, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Added tokens that both files list, under different ids."""
-    decoder = options.get("added_tokens_decoder")
-    if not isinstance(decoder, Mapping):
-        return
-    held = {id_: text for text, id_ in tokens.added.items()}
-    moved: list[tuple[int, str, str]] = []  # id and text there, and what stands here
-    for key, one in decoder.items():
-        text = one.get("content") if isinstance(one, Mapping) else one
-        if not isinstance(text, str) or not key.isdecimal() or len(key) > MOST_DIGITS:
-            continue
-        id_, used = int(key), tokens.id_of(text)
-        if used is not None and used != id_:
-            moved.append((id_, text, f"{text!r} is id {used:,}"))
-        elif used is None and id_ in held:
-            moved.append((id_, text, f"id {id_:,} is {held[id_]!r}"))
-    if moved:
-        id_, text, here = moved[0]
-        count = several(len(moved), "added token has another id", "added tokens have other ids")
-        yield _clash(
-            side_files.TOKENIZER_CONFIG,
-            f"{count} than in {side_files.TOKENIZER}, which is used: {text!r} first",
-            f"{side_files.TOKENIZER}: {here}",
-            f"added_tokens_decoder: id {id_:,} is {text!r}",
-            "fetch both files of one release: the model may have learned the other ids",
-        )
-
-
 def _media(tokens: Tokens, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Iterator[Finding]:
     """The placeholders of pictures: the model looks for an id, the processor writes a text."""
     for key in MEDIA_KEYS:
-        id_ = _integer(config.get(key))
+        id_ = integer(config.get(key))
         if id_ is None:
             continue
         if id_ not in tokens.ids:
-            yield _clash(
+            yield clash(
                 "config.json",
                 f"{key} {id_:,} is no token of the tokenizer, so no prompt can hold a picture",
                 "an id of tokenizer.json",
@@ -248,7 +203,7 @@ def _media(tokens: Tokens, config: Mapping[str, Any], processor: Mapping[str, An
         text = processor.get(f"{key.split('_')[0]}_token")
         written = tokens.id_of(text) if isinstance(text, str) else None
         if isinstance(text, str) and written != id_:
-            yield _clash(
+            yield clash(
                 side_files.PROCESSOR_CONFIG,
                 f"the processor writes {text!r} for a picture, which is not the token of {key}",
                 f"the token with id {id_:,}",
@@ -260,98 +215,14 @@ def _media(tokens: Tokens, config: Mapping[str, Any], processor: Mapping[str, An
 def _media_beyond(config: Mapping[str, Any], rows: int) -> Iterator[Finding]:
     """The same without a tokenizer: an id that no row of the embedding belongs to."""
     for key in MEDIA_KEYS:
-        id_ = _integer(config.get(key))
+        id_ = integer(config.get(key))
         if id_ is not None and id_ >= rows:
-            yield _clash(
+            yield clash(
                 "config.json",
                 f"{key} {id_:,} is beyond the {rows:,} rows of the embedding",
                 f"an id below {rows:,}",
                 f"{id_:,}",
                 "check it against the model's release: prompts with pictures hold this id",
-            )
-
-
-def _ends(
-    tokens: Tokens | None,
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    options: Mapping[str, Any],
-    rows: int | None,
-) -> Iterator[Finding]:
-    """Where an answer ends: generation_config.json decides, then config.json; the tokenizer has its own idea."""
-    first, second = _ids(generation.get("eos_token_id")), _ids(_stated(config, "eos_token_id"))
-    if first and second and not first & second:
-        yield _clash(
-            side_files.GENERATION_CONFIG,
-            "answers end at other tokens than config.json says; generation_config.json is used",
-            f"config.json: {_listed(second)}",
-            f"generation_config.json: {_listed(first)}",
-            "check eos_token_id against the model's release",
-        )
-    used, source = (first, side_files.GENERATION_CONFIG) if first else (second, "config.json")
-    text = options.get("eos_token")
-    text = text.get("content") if isinstance(text, Mapping) else text
-    if tokens is None:
-        return
-    yield from _unknown_marks(tokens, options)
-    own = tokens.id_of(text) if isinstance(text, str) else None
-    if used and own is not None and own not in used:
-        yield _clash(
-            side_files.TOKENIZER_CONFIG,
-            f"eos_token {text!r} is id {own:,}, at which answers do not end; {source} is used",
-            f"{source}: {_listed(used)}",
-            f"{own:,}",
-            "check eos_token_id against the model's release: answers may run on",
-        )
-    if strangers := {one for one in used - tokens.ids if rows is None or one < rows}:  # others are impossible ends
-        yield _clash(
-            source,
-            f"answers end at id {_listed(strangers)}, which is no token of the tokenizer",
-            f"ids up to {tokens.highest:,}",
-            _listed(strangers),
-            "fetch tokenizer.json and eos_token_id of one release: answers may run on",
-        )
-
-
-def _unknown_marks(tokens: Tokens, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Marks that the template may write and the tokenizer takes for plain text."""
-    decoder = options.get("added_tokens_decoder")
-    added = decoder.values() if isinstance(decoder, Mapping) else ()
-    listed = [one.get("content") for one in added if isinstance(one, Mapping)]
-    for key in ("bos_token", "eos_token"):
-        value = options.get(key)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if value is not None and not isinstance(text, str):
-            problem = f"{key} of {side_files.TOKENIZER_CONFIG} is {type(text).__name__}, and no text"
-        elif isinstance(text, str) and tokens.texts and tokens.id_of(text) is None and text not in listed:
-            problem = f"{key} {text!r} is no token of the tokenizer: prompts would spell it out"
-        else:
-            continue
-        yield _clash(
-            side_files.TOKENIZER_CONFIG,
-            problem,
-            f"a token of {side_files.TOKENIZER}",
-            repr(value)[:80],
-            "fetch both files of one release",
-        )
-
-
-def _impossible_ends(config: Mapping[str, Any], generation: Mapping[str, Any], rows: int | None) -> Iterator[Finding]:
-    """Ends of answers that are no ids at all, or ids that no answer can hold."""
-    for file, value in (
-        (side_files.GENERATION_CONFIG, generation.get("eos_token_id")),
-        ("config.json", _stated(config, "eos_token_id")),
-    ):
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        wrong = [one for one in values if _integer(one) is None]
-        beyond = [one for one in values if one not in wrong and rows is not None and not 0 <= one < rows]
-        if wrong or beyond:
-            yield _clash(
-                file,
-                f"eos_token_id of {file} holds {', '.join(map(repr, (wrong or beyond)[:4]))}: no answer ends at that",
-                f"token ids{'' if rows is None else f' below {rows:,}'}",
-                repr(value)[:80],
-                "fetch the file and the weights of one release: answers may run on",
             )
 
 
@@ -367,7 +238,7 @@ def _templates(reader: _Reader, options: Mapping[str, Any]) -> Iterator[Finding]
         yield from _broken_template(reader)
     for name, text in stated[1:]:
         if text.strip() != stated[0][1].strip():
-            yield _clash(
+            yield clash(
                 name,
                 f"the chat template in {name} is not that of {stated[0][0]}, which is used",
                 f"{len(stated[0][1]):,} characters as in {stated[0][0]}",
@@ -426,9 +297,9 @@ def _pictures(reader: _Reader, config: Mapping[str, Any]) -> Iterator[Finding]:
         if own is not None and other is not None and own != other:
             yield _unequal(name, key, own, f"{their_key} {other}")
     yield from unlike_tower(config, images, file)
-    side, patch = (_integer(vision.get(key)) for key in ("image_size", "patch_size"))
+    side, patch = (integer(vision.get(key)) for key in ("image_size", "patch_size"))
     if side and patch and side % patch:
-        yield _clash(
+        yield clash(
             "config.json",
             f"vision_config: image_size {side} is no multiple of patch_size {patch}: the rest of a picture is cut off",
             f"a multiple of {patch}",
@@ -440,7 +311,7 @@ def _pictures(reader: _Reader, config: Mapping[str, Any]) -> Iterator[Finding]:
 def unlike_tower(config: Mapping[str, Any], images: Mapping[str, Any], file: str) -> Iterator[Finding]:
     """Pictures that leave the processor in another size than the vision tower takes; `images`: its constants."""
     vision = config.get("vision_config")
-    side = _integer(vision.get("image_size")) if isinstance(vision, Mapping) else None
+    side = integer(vision.get("image_size")) if isinstance(vision, Mapping) else None
     made = _output_side(images)
     if side is not None and made is not None and made != (side, side):
         yield _unequal(file, "the size of pictures", f"{made[0]} x {made[1]}", f"image_size {side}")
@@ -453,38 +324,15 @@ def _output_side(images: Mapping[str, Any]) -> tuple[int, int] | None:
     size = images.get("crop_size") if images.get("do_center_crop") else images.get("size")
     if isinstance(size, int) and not isinstance(size, bool):
         return (size, size) if images.get("do_center_crop") else None
-    height, width = (_integer(nested({"size": size}, "size", side)) for side in ("height", "width"))
+    height, width = (integer(nested({"size": size}, "size", side)) for side in ("height", "width"))
     return None if height is None or width is None else (height, width)
 
 
 def _unequal(file: str, key: str, own: object, other: str) -> Finding:
-    return _clash(
+    return clash(
         file,
         f"{key} is {own} in {file}, but config.json says {other}",
         other,
         str(own),
         "fetch both from one release: pictures would be cut into other patches than the tower was trained on",
     )
-
-
-def _clash(file: str, message: str, expected: str, found: str, next: str) -> Finding:
-    return warning("conflicting-flag", message, file=file, expected=expected, found=found, next=next)
-
-
-def _stated(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key of the text model, which may stand at either level; the inner one first."""
-    inner = (nested(config, level, key) for level in TEXT_LEVELS)
-    return next((value for value in (*inner, config.get(key)) if value is not None), None)
-
-
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _ids(value: object) -> frozenset[int]:
-    values = value if isinstance(value, list) else [value]
-    return frozenset(id_ for id_ in values if isinstance(id_, int) and not isinstance(id_, bool))
-
-
-def _listed(ids: Set[int]) -> str:
-    return ", ".join(f"{id_:,}" for id_ in sorted(ids)[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")

@@ -46,21 +46,101 @@ def found(home: Path, changes: dict[str, Any], rows: int | None = 8) -> tuple[Fi
     return findings
 
 
+def changed(name: str, **fields: Any) -> dict[str, Any]:
+    return {name: {**FILES.get(name, {}), **fields}}
+
+
+BEGIN = {"id": 6, "content": "<|begin|>"}
+
+
+def template(text: str, id_: int) -> dict[str, Any]:
+    """A post-processor that writes a token before a prompt."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {text: {"id": text, "ids": [id_], "tokens": [text]}},
+    }
+
+
+def with_begin(post_processor: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A tokenizer with a mark of a beginning that it writes."""
+    return {
+        **changed("tokenizer.json", added_tokens=[*ADDED, BEGIN], post_processor=post_processor),
+        **changed("tokenizer_config.json", **{"bos_token": "<|begin|>", **options}),
+    }
+
+
+NESTED = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template("<|begin|>", 6)]}
+
+
 def test_what_agrees_is_silent(tmp_path: Path) -> None:
     assert found(tmp_path, {}) == ()
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {**with_begin(NESTED), "config.json": {"bos_token_id": 6}},
+        {**with_begin(NESTED), "config.json": {"bos_token_id": 1}, "generation_config.json": {"bos_token_id": 6}},
+        {**with_begin({"type": "ByteLevel"}), "special_tokens_map.json": {"bos_token": {"content": "<|begin|>"}}},
+        {"config.json": {"bos_token_id": 1, "pad_token_id": -1}},
+        {"config.json": {"bos_token_id": 2}, "special_tokens_map.json": {"pad_token": "t7"}},
+        {
+            "special_tokens_map.json": {"eos_token": "t3"},
+            **changed("tokenizer_config.json", eos_token="t3", added_tokens_decoder={}),
+        },
+    ],
+)
+def test_marks_that_agree_are_silent(tmp_path: Path, right: dict[str, Any]) -> None:
+    """The tokenizer's beginning may be that of either file; padding may be anything that has a row, or none."""
+    assert found(tmp_path, right) == ()
 
 
 def test_no_side_files_at_all_are_no_disagreement(tmp_path: Path) -> None:
     assert found(tmp_path, dict.fromkeys(FILES)) == ()
 
 
-def changed(name: str, **fields: Any) -> dict[str, Any]:
-    return {name: {**FILES.get(name, {}), **fields}}
-
-
 VOCABULARY = {"vocab": {f"t{i}": i for i in range(11)}}
 IMAGES = FILES["processor_config.json"]["image_processor"]
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an end that special_tokens_map.json has otherwise": (
+        {"special_tokens_map.json": {"eos_token": {"content": "t3"}}},
+        "special_tokens_map.json",
+        "eos_token is 't3' in special_tokens_map.json, '<|end|>' in tokenizer_config.json; special_tokens_map.json is",
+    ),
+    "an end of special_tokens_map.json at which answers do not end": (
+        {
+            "special_tokens_map.json": {"eos_token": "t4"},
+            "tokenizer_config.json": {"chat_template": "{{ messages }}"},
+        },
+        "tokenizer_config.json",
+        "eos_token 't4' is id 4, at which answers do not end",
+    ),
+    "fewer ends than config.json has": (
+        {"config.json": {"eos_token_id": [2, 4]}},
+        "generation_config.json",
+        "answers do not end at id 4, as config.json says",
+    ),
+    "a post-processor with other ids": (
+        with_begin(template("<|begin|>", 7)),
+        "tokenizer.json",
+        "the post_processor writes id 7 for '<|begin|>', which is id 6 in the vocabulary",
+    ),
+    "prompts that begin otherwise than chats": (
+        with_begin(NESTED, bos_token="t1"),
+        "tokenizer_config.json",
+        "bos_token is 't1', and the post_processor of tokenizer.json begins prompts with '<|begin|>'",
+    ),
+    "a beginning that no other file knows": (
+        {**with_begin(NESTED), "config.json": {"bos_token_id": 1}},
+        "tokenizer_config.json",
+        "bos_token '<|begin|>' is id 6, and config.json says bos_token_id 1",
+    ),
+    "padding beyond the embedding": (
+        {"config.json": {"pad_token_id": 8}},
+        "config.json",
+        "pad_token_id 8 is beyond the 8 rows of the embedding",
+    ),
     "tokens beyond the embedding": (
         changed("tokenizer.json", model=VOCABULARY),
         "tokenizer.json",
