@@ -66,7 +66,7 @@ def load(
     what the source gives at best. `packed`: whether quantized weights stay packed (`kept_here`). Raises `Refused`
     before the first byte when files are broken, the ledger has a gap or the mesh is impossible.
     """
-    mesh, progress = mesh or Mesh(), progress or Progress()
+    mesh, progress, began_s = mesh or Mesh(), progress or Progress(), time.perf_counter()
     checkpoint = Checkpoint.open(source)
     checkpoint.refuse_if_broken()
     if isinstance(checkpoint.source, LocalFiles):
@@ -75,12 +75,12 @@ def load(
     refuse_impossible(spec, mesh)
     run_dtype = spec.dtype if dtype == "auto" else dtype
     if isinstance(spec, ForeignSpec):
-        draft = Draft("load", f"{checkpoint.name}, {spec.family}")
+        draft = Draft("load", f"{checkpoint.name}, {spec.family}", began_s)
         draft.find((*checkpoint.findings, *spec.findings))
         return fallback_rungs.loaded(draft, checkpoint, spec, run_dtype, _device(device), progress)
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
-    draft = Draft("load", f"{checkpoint.name}, {mesh.describe()}")
+    draft = Draft("load", f"{checkpoint.name}, {mesh.describe()}", began_s)
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     _both_sides(draft, ledger)

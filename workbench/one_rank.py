@@ -65,6 +65,7 @@ def one_rank(
     """
     if not 0 <= rank < mesh.world_size:
         raise _usage(f"there is no rank {rank} in {mesh.describe()}", f"0 to {mesh.world_size - 1}", str(rank))
+    began_s = time.perf_counter()
     checkpoint = Checkpoint.open(str(source))
     checkpoint.refuse_if_broken()
     spec, matcher = FAMILIES.describe(checkpoint.config)
@@ -74,7 +75,7 @@ def one_rank(
     progress("account")
     ledger = account(checkpoint, spec, matcher)
     ledger.refuse_if_incomplete()
-    draft = Draft("load", f"{checkpoint.name}, rank {rank} of {mesh.world_size}, {mesh.describe()}")
+    draft = Draft("load", f"{checkpoint.name}, rank {rank} of {mesh.world_size}, {mesh.describe()}", began_s)
     draft.find((*checkpoint.findings, *spec.findings, *ledger.findings))
     run_dtype = spec.dtype if dtype == "auto" else dtype
     keep = kept_here(spec, mesh, (rank,), run_dtype, ledger, packed, "cpu")

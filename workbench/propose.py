@@ -8,6 +8,7 @@ configuration that it does not read, are questions as well.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def propose(source: str | Path, out: str | Path | None = None) -> Report:
 
     The report says what every tensor was taken for and lists what is open. It fails while anything is.
     """
+    began_s = time.perf_counter()
     checkpoint = Checkpoint.open(source)
     found = align(checkpoint)
     name = re.sub(r"\W+", "_", str(checkpoint.config.get("model_type", "unknown"))).strip("_").lower() or "unknown"
@@ -42,7 +44,7 @@ def propose(source: str | Path, out: str | Path | None = None) -> Report:
     kin = kin_of([*(match.pattern for match in found.matches), *found.unmatched])
     text = draft_text(name, str(checkpoint.config.get("model_type", name)), found, kin)
     write_atomically(target, text.encode())
-    draft = Draft("propose", f"{checkpoint.name}, model_type {checkpoint.config.get('model_type')!r}")
+    draft = Draft("propose", f"{checkpoint.name}, model_type {checkpoint.config.get('model_type')!r}", began_s)
     total = len(found.matches) + len(found.unmatched)
     draft.check(
         "every pattern of tensors is recognised",

@@ -141,18 +141,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Draft:
     """A report being written: collects while a rung runs; `close` makes the frozen report.
 
-    The status follows from what was collected: failed with a failed check or a fatal finding, else passed.
+    The status follows from what was collected: failed with a failed check or a fatal finding, else passed. `began_s` is
+    when the rung began (`time.perf_counter`): before its title was known, if that took reading; None is now.
     """
 
-    def __init__(self, verb: str, title: str) -> None:
+    def __init__(self, verb: str, title: str, began_s: float | None = None) -> None:
         self.verb = verb
         self.title = title
         self.checks: list[Check] = []
         self.findings: list[Finding] = []
         self.metrics: dict[str, Metric] = {}
         self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.started = now_iso()
-        self._started_s = time.perf_counter()
+        self._began_s = time.perf_counter() if began_s is None else began_s
 
     def check(
         self,
@@ -189,10 +189,6 @@ class Draft:
         self.metrics |= {prefix + name: metric for name, metric in other.metrics.items()}
         self.tables |= {prefix + name: rows for name, rows in other.tables.items()}
 
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._started_s
-
     def close(self, status: Status | None = None) -> Report:
         """The report; findings worst first."""
         from firstlight.workbench.environment import environment
@@ -200,7 +196,7 @@ class Draft:
         failed = any(check.status == "failed" for check in self.checks)
         failed = failed or any(finding.severity == "fatal" for finding in self.findings)
         order = ("fatal", "warning", "note")
-        return Report(
+        report = Report(
             title=self.title,
             verb=self.verb,
             status=status or ("failed" if failed else "passed"),
@@ -209,9 +205,8 @@ class Draft:
             metrics=dict(self.metrics),
             tables=dict(self.tables),
             environment=environment(),
-            started=self.started,
-            duration_s=round(self.elapsed_s, 6),
         )
+        return since(report, self._began_s)
 
     def __enter__(self) -> Self:
         return self

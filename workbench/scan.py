@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -77,9 +78,10 @@ def _scan(
     keep: Path | None,
     trusted: bool | None,
 ) -> Report:
+    began_s = time.perf_counter()
     other = _manifest(manifest, against)
     checkpoint = Checkpoint.open(source)
-    draft = Draft("scan", checkpoint.name)
+    draft = Draft("scan", checkpoint.name, began_s)
     kinds = stock(checkpoint.tensors)
     _files(draft, checkpoint)
     described = _architecture(draft, checkpoint)

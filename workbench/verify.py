@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -68,6 +69,7 @@ def verify(
     from the reference's own noise; `streamed` runs it layer by layer (None: if it would not fit). Raises `Refused`:
     bad-golden, not-available, and what a start may be refused for.
     """
+    began_s = time.perf_counter()
     checkpoint = Checkpoint.open(options.checkpoint)
     spec, matcher = FAMILIES.describe(checkpoint.config)
     _check_layers(layers, spec)
@@ -75,7 +77,7 @@ def verify(
     options = _defaults(options, engine)
     if engine is None:  # before a reference is run for nothing
         _refuse_unstartable(checkpoint, spec, matcher, options)
-    draft = _begun(checkpoint, spec, options)
+    draft = _begun(checkpoint, spec, options, began_s)
     _judge_announcement(draft, checkpoint)
     rules = _rules(draft, checkpoint, spec, options.dtype, layers, limit)
     say = progress or Progress("verify")
@@ -102,9 +104,9 @@ def verify(
     return draft.close()
 
 
-def _begun(checkpoint: Checkpoint, spec: ModelSpec, options: EngineOptions) -> Draft:
+def _begun(checkpoint: Checkpoint, spec: ModelSpec, options: EngineOptions, began_s: float) -> Draft:
     """The report, with what is known before anything is computed."""
-    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {options.dtype}")
+    draft = Draft("verify", f"{checkpoint.name}, {spec.family}, {options.mesh.describe()}, {options.dtype}", began_s)
     draft.find((*checkpoint.findings, *spec.findings))
     draft.find(absent_side_files(checkpoint.directory, spec.vision is not None))
     return draft

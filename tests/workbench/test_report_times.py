@@ -16,8 +16,16 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
+from firstlight.engine.parallel.mesh import Mesh
+from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.workbench import Bringup
-from firstlight.workbench.report import interruption, since
+from firstlight.workbench.load import load
+from firstlight.workbench.one_rank import one_rank
+from firstlight.workbench.propose import propose
+from firstlight.workbench.report import Report, interruption, since
+from firstlight.workbench.scan import scan
+from firstlight.workbench.verify import verify
 from tests.waiting import PATIENCE_S
 
 HELD_S = 0.5
@@ -62,6 +70,35 @@ def test_a_rung_of_a_bringup_that_is_refused_late(
         assert (report.status, report.findings[0].code) == ("refused", "read-failed")
         assert report.duration_s >= HELD_S
         assert bringup.run.record.rungs[-1].duration_s == report.duration_s
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        lambda home, _: scan(home),
+        lambda home, _: load(home, limit=False),
+        lambda home, _: one_rank(home, Mesh(), 0),
+        lambda home, folder: propose(home, folder / "draft.py"),
+        lambda home, _: verify(EngineOptions(checkpoint=str(home), threads=1), reference="transformers"),
+    ],
+    ids=["scan", "load", "one rank", "propose", "verify"],
+)
+def test_a_rung_takes_the_time_of_opening_the_checkpoint_too(
+    rung: Callable[[Path, Path], Report],
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Checkpoint.open
+
+    def slowly(source: str | Path) -> Checkpoint:
+        time.sleep(HELD_S)
+        return opened(source)
+
+    monkeypatch.setattr(Checkpoint, "open", slowly)
+    asked_s = time.perf_counter()
+    report = rung(checkpoint("llama"), tmp_path)
+    assert HELD_S <= report.duration_s <= time.perf_counter() - asked_s
 
 
 def test_times_are_those_of_what_began() -> None:
