@@ -231,7 +231,7 @@ def _enter_lot(book: Book, weights: _Weights, pattern: str, wanted: tuple[int, .
     if filled is None or not book.sources.singles.keys().isdisjoint(filled):
         return
     others = book.sources.of(pattern) if book.sources.filled(pattern) else set()
-    others = others.intersection(mains.rows) if others else others
+    others = {row for row in mains.rows if row in others} if others else others
     if weights.problem is not None:
         if not others:
             _enter_broken(book, weights, pattern, weights.problem)
