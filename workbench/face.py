@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 NARROWEST = 40
-LEAST_FIGURES = 16  # characters of a rung's figures on a line, however narrow the terminal is
+LEAST_FIGURES = 16  # characters of a rung's figures that are worth a place beside its verdict
+BELOW = 10  # where what belongs to a rung stands under its verdict
 BAR_WIDTH = 16
 MOST_PHASES = 6
 
@@ -88,11 +89,15 @@ class Face:
         console = Console(file=self.out, highlight=False)
         line = Text.assemble((f"{status:<7}", STYLES[status]), "  ", (f"{verb:<7}", "bold"))
         line.append(f"  {duration:>10}  {checks:>8}  ")
-        room = max(LEAST_FIGURES, console.width - line.cell_len)
-        first, *others = textwrap.wrap(printable(figures), room) or [""]
-        console.print(line.append(first, "dim"), no_wrap=True, overflow="ellipsis")
+        beside = console.width - line.cell_len
+        indent = line.cell_len if beside >= LEAST_FIGURES else BELOW  # on a narrow terminal all of them go on below
+        lines = textwrap.wrap(printable(figures), max(LEAST_FIGURES, console.width - indent))
+        first, others = (lines[:1], lines[1:]) if beside >= LEAST_FIGURES else ([], lines)
+        line.append("".join(first), "dim")
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="ellipsis")
         for more in others:
-            console.print(Text(" " * (line.cell_len - len(first)) + more, "dim"), no_wrap=True, overflow="ellipsis")
+            console.print(Text(" " * indent + more, "dim"), no_wrap=True, overflow="ellipsis")
 
     def line(self, text: str = "") -> None:
         self.text(text + "\n")

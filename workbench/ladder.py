@@ -187,7 +187,7 @@ def _end(face: Face, bringup: Bringup, report: Report) -> None:
     face.line()
     left = [check.name for check in report.checks if check.status == "skipped"]
     if left:
-        face.line(f"not run: {', '.join(left)}; --force goes on, and the record shows it")
+        face.paragraph(f"not run: {', '.join(left)}; --force goes on, and the record shows it", indent=0)
     face.line(f"{report.status}; the report: {bringup.run.directory / 'report.html'}")
     if bringup.detached and bringup.host is not None:
         face.line(f"the engine goes on at {bringup.host.url}")

@@ -78,6 +78,11 @@ def test_a_verdict_is_one_line_and_what_is_too_long_for_it_goes_on_below(
     assert " ".join([first[40:], *(line.strip() for line in others)]) == ("a long line of figures " * 5).strip()
     Face().verdict("passed", "plan", "1/1", "0.1 s", "short")
     assert capsys.readouterr().out.splitlines() == ["passed   plan          0.1 s       1/1  short"]
+    monkeypatch.setenv("COLUMNS", "40")
+    Face().verdict("passed", "scan", "5/5", "0.078 s", "3,091,904 parameters, 5.90 MiB")
+    assert capsys.readouterr().out.splitlines() == [
+        "passed   scan        0.078 s       5/5", "          3,091,904 parameters, 5.90 MiB",
+    ]  # fmt: skip
     Face(quiet=True).verdict("passed", "verify", "", "", "")
     assert capsys.readouterr().out == ""
 
