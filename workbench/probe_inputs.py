@@ -30,6 +30,7 @@ PROMPT_SEEING = "What is in this picture? Answer in a few words."
 SEED = 20240229
 LOGIT_VALUES = 32_000_000  # tokens are chosen so that one set of logits has about this many values at most
 LONGEST = 256  # tokens of a row, where no layer reaches farther
+AROUND = 16  # tokens around pictures
 BEYOND = 8  # tokens behind the end of a window
 MULTIPLIES = 5e11  # of one run, for which rows are made longer than that
 FAR = 32  # tokens at positions far apart
@@ -60,8 +61,8 @@ def inputs_of(
     reach = reach_of(spec, checkpoint.config)
     length = row_length(spec, reach, elements)
     _say_unreached(draft, reach, length)
-    found["random"] = random_inputs(spec, length, with_picture="prompt" not in found)
-    found |= edge_inputs(spec, elements)
+    found["random"] = random_inputs(spec, length)
+    found |= picture_inputs(spec, elements) | edge_inputs(spec, elements)
     far = far_inputs(spec, length)
     return found if far is None else {**found, "far": far}
 
@@ -162,30 +163,54 @@ def _say_unreached(draft: Draft, reach: int, length: int) -> None:
         )
 
 
-def random_inputs(spec: ModelSpec, length: int, with_picture: bool) -> Arrays:
-    """Two rows of random tokens, the second shorter; with a random picture in the first if that is wanted.
+def random_inputs(spec: ModelSpec, length: int) -> Arrays:
+    """Two rows of random tokens, the second shorter.
 
     The shorter row begins with the first and the last token of the vocabulary, and with those on both sides of where
     ranks divide it.
     """
     draw, allowed = np.random.default_rng(SEED), _tokens(spec)
-    vision = spec.vision if with_picture else None
-    if vision is not None:
-        tensors = vision.blank()
-        placeholders = sum(vision.counts(tensors))
-        length = min(spec.max_positions, max(length, placeholders + 16))
     ids = np.stack([draw.choice(allowed, length, replace=length > len(allowed)) for _ in range(2)]).astype(np.int64)
-    mask = np.ones_like(ids)
     shorter = length - length // 4
-    mask[1, shorter:] = 0
     ends = [row for row in vocabulary_ends(spec.vocab_size) if row in allowed][: shorter // 2]
     ids[1, : len(ends)] = ends
-    found: dict[str, NDArray[Any]] = {"input_ids": ids, "attention_mask": mask}
-    if vision is not None:
-        ids[0, 1 : 1 + placeholders] = vision.image_token_id
-        pixels = draw.standard_normal(tensors["pixel_values"].shape).astype(np.float32)
-        found |= {**tensors, "pixel_values": pixels}
-    return found
+    return {"input_ids": ids, "attention_mask": _behind(ids, shorter)}
+
+
+def picture_inputs(spec: ModelSpec, elements: int) -> dict[str, Arrays]:
+    """Rows of random tokens around random pictures: two in the first, one in the second; empty where none can be made.
+
+    Where pictures are told by their grids, the second stands upright and the others lie. A large model, or one of few
+    positions, is given one alone.
+    """
+    vision = spec.vision
+    one = vision.blank() if vision is not None else {}
+    if vision is None or not one:
+        return {}
+    count = sum(vision.counts(one))
+    length = 2 * count + AROUND
+    several = length + ANSWER <= spec.max_positions and _is_cheap(spec, 2 * length, elements)
+    pictures = [one, _turned(one), one] if several else [one]
+    tensors = {name: np.concatenate([picture[name] for picture in pictures]) for name in one}
+    draw, allowed = np.random.default_rng(SEED + 3), _tokens(spec)
+    ids = draw.choice(allowed, (2, length if several else min(spec.max_positions, count + AROUND))).astype(np.int64)
+    for row, start in ((0, 1), (0, count + 4), (1, 2))[: len(pictures)]:
+        ids[row, start : start + count] = vision.image_token_id
+    pixels = draw.standard_normal(tensors["pixel_values"].shape).astype(np.float32)
+    mask = _behind(ids, ids.shape[1] - 2 if not several else count + 5)
+    return {"pictures": {"input_ids": ids, "attention_mask": mask, **tensors, "pixel_values": pixels}}
+
+
+def _turned(picture: Arrays) -> Arrays:
+    """A picture that is told by its grid with rows for columns."""
+    return {name: value[:, [0, 2, 1]] if name == "image_grid_thw" else value for name, value in picture.items()}
+
+
+def _behind(ids: NDArray[np.int64], shorter: int) -> NDArray[np.int64]:
+    """The mask of two rows, of which the second has `shorter` tokens."""
+    mask = np.ones_like(ids)
+    mask[1, shorter:] = 0
+    return mask
 
 
 def vocabulary_ends(vocabulary: int) -> list[int]:

@@ -22,7 +22,7 @@ from firstlight.engine.model.build import Model
 from firstlight.engine.model.families.registry import FAMILIES
 from firstlight.engine.model.layers import rope as rotary
 from firstlight.engine.model.spec import ModelSpec
-from firstlight.engine.serving import worker
+from firstlight.engine.serving import batch, trace, worker
 from firstlight.engine.serving.cache import PageAllocator
 from firstlight.engine.serving.options import EngineOptions
 from firstlight.engine.weights.files.safetensors_file import read, write
@@ -319,7 +319,7 @@ def test_rows_reach_beyond_windows_where_a_run_ends_soon(homes: Callable[[str], 
     assert reach_of(lost, {"text_config": {"sliding_window": 70}}) == 70
     assert row_length(spec, 300, elements=100_000) == 308
     assert row_length(spec, 300, elements=10**9) == 256
-    ids = random_inputs(spec, 48, with_picture=False)["input_ids"]
+    ids = random_inputs(spec, 48)["input_ids"]
     assert {0, 16, 17, 65, 66, 130} <= set(ids[1].tolist()), "both ends of what each of 2, 4 and 8 ranks has"
 
 
@@ -360,7 +360,7 @@ def test_a_last_layer_that_is_known_behind_the_norm_alone(
         tensors[f"model.layers.1.{name}.weight"] *= np.float32(1e-3)  # type: ignore[operator]
     (tmp_path / "config.json").write_bytes((homes("llama") / "config.json").read_bytes())
     write(tmp_path / "model.safetensors", tensors, {"format": "pt"})
-    given = random_inputs(FAMILIES.describe(json.loads((tmp_path / "config.json").read_text()))[0], 32, False)
+    given = random_inputs(FAMILIES.describe(json.loads((tmp_path / "config.json").read_text()))[0], 32)
     found = Reference.open(tmp_path).run(given)
     del found["unnormed"]
     write(tmp_path / "golden", {**given, **found})
@@ -412,3 +412,19 @@ def test_frequencies_that_change_one_token_too_late_or_too_soon(
     right = rotary.frequencies
     monkeypatch.setattr(rotary, "frequencies", lambda rope, length=0: right(rope, length - off))
     assert first in [one.name for one in check(home).checks if one.status == "failed"]
+
+
+def test_the_second_of_two_pictures_is_another(checkpoint: Callable[[str], Path], monkeypatch: Patch) -> None:
+    """One picture a prompt would not show whose features stand where."""
+    home = checkpoint("llava-siglip")
+    assert check(home).status == "passed"
+    right = batch.place_features
+
+    def wrong(spans: Any, start: int, stop: int, offset: int, features_NH: Tensor) -> list[Any]:
+        return [one for span in spans for one in right((span,), start, stop, offset, features_NH)]
+
+    for module in (batch, trace):
+        monkeypatch.setattr(module, "place_features", wrong)
+    failed = [one.name for one in check(home).checks if one.status == "failed"]
+    assert "pictures hidden.0" in failed
+    assert not any(name.startswith("random") for name in failed)

@@ -26,7 +26,7 @@ def test_against_transformers(tmp_path: Path, name: str, streamed: bool) -> None
     home = vision.build(name, tmp_path)
     report = verify(EngineOptions(checkpoint=str(home)), reference="transformers", streamed=streamed)
     assert report.status == "passed"
-    assert "random image_features" in {check.name for check in report.checks}
+    assert "pictures image_features" in {check.name for check in report.checks}
 
 
 def test_positions_by_grid_are_not_streamed(tmp_path: Path) -> None:
