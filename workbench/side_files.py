@@ -10,6 +10,8 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, note, warning, what_is
 from firstlight.engine.inputs import side_files
 
+ENDINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # of files beside the weights
+
 
 def has_chat_template(directory: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint says how a conversation is written."""
@@ -39,9 +41,28 @@ def side_file_rows(directory: str | os.PathLike[str], sees: bool) -> Iterator[tu
 
 
 def absent_side_files(directory: str | os.PathLike[str], sees: bool) -> tuple[Finding, ...]:
-    """A warning for each side file that some verb will miss, for verbs that can go on without it."""
-    rows = side_file_rows(directory, sees)
-    return tuple(_absent(Path(directory), file, purpose) for file, purpose, there in rows if not there)
+    """A warning for each side file that some verb will miss, for verbs that can go on without it.
+
+    One that is there by name alone, such as a link to nothing, is named whatever it is for.
+    """
+    path = Path(directory)
+    empty = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in ENDINGS and not entry.is_file()]
+    rows = [row for row in side_file_rows(directory, sees) if row[0] not in empty]
+    return (
+        *(_by_name_alone(path, name) for name in empty),
+        *(_absent(path, file, purpose) for file, purpose, there in rows if not there),
+    )
+
+
+def _by_name_alone(directory: Path, file: str) -> Finding:
+    return warning(
+        "side-file-invalid",
+        f"{file} cannot be read, and counts as absent: it is {what_is(directory / file)}",
+        file=file,
+        expected="a file as released",
+        found=what_is(directory / file),
+        next=f"fetch {file} from the release into {directory}",
+    )
 
 
 def _absent(directory: Path, file: str, purpose: str) -> Finding:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         scan(tmp_path)
     with pytest.raises(Refused, match="not a checkpoint directory"):
         scan(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json", "tokenizer.json", "chat.jinja"])
+@pytest.mark.parametrize("kind", ["a link that leads nowhere", "a directory", "a device, a pipe or a socket"])
+def test_side_files_there_by_name_alone_are_told(checkpoint: Get, tmp_path: Path, name: str, kind: str) -> None:
+    home = Path(shutil.copytree(checkpoint("llama-tied"), tmp_path / "model"))
+    (home / name).unlink(missing_ok=True)
+    make: dict[str, Callable[[], object]] = {
+        "a link that leads nowhere": lambda: (home / name).symlink_to("../blobs/0123"),
+        "a directory": (home / name).mkdir,
+        "a device, a pipe or a socket": lambda: os.mkfifo(home / name),
+    }
+    make[kind]()
+    (found,) = [finding for finding in scan(home).findings if finding.file == name]
+    assert (found.code, found.severity, found.found) == ("side-file-invalid", "warning", kind)
 
 
 def test_missing_side_files_are_warnings(checkpoint: Get) -> None:

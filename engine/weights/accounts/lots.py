@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import cached_property
 from itertools import chain, count, product, repeat, takewhile
 from typing import TypeVar
@@ -327,8 +326,8 @@ class Sources(_Book[Source]):
     def _of_lot(self, lot: Lot, place: int) -> Source:
         return lot.source(place)
 
-    def of(self, pattern: str) -> AbstractSet[tuple[int, ...]]:
-        """The numbers of the parameters of a pattern that lots fill; each lot is looked at once."""
+    def of(self, pattern: str) -> set[tuple[int, ...]]:
+        """The numbers of the parameters of a pattern that lots fill: to read, not to change. Each lot is seen once."""
         lots, (known, rows) = self._lots.get(pattern, ()), self._rows.get(pattern, (0, set()))
         rows.update(*(lot.rows for lot in lots[known:]))
         self._rows[pattern] = len(lots), rows
