@@ -129,21 +129,29 @@ def _prompt_marks(tokens: Tokens, options: Mapping[str, Any]) -> Iterator[Findin
 
 def _around(processor: object) -> tuple[str | None, list[tuple[str, int]]]:
     """The text that a post-processor puts before a prompt, if any, and all that it writes, with ids."""
-    if not isinstance(processor, Mapping):
-        return None, []
-    if isinstance(parts := processor.get("processors"), list):
-        found = [_around(part) for part in parts]
-        before = next((text for text, _ in found if text is not None), None)
-        return before, [mark for _, marks in found for mark in marks]
-    special = processor.get("special_tokens")
-    single = processor.get("single")
-    if not isinstance(special, Mapping) or not isinstance(single, list):
-        return None, []
-    names = [nested({"part": part}, "part", "SpecialToken") for part in single]
-    keys = [name.get("id") if isinstance(name, Mapping) else None for name in names]
-    marks = [mark for key in keys if isinstance(key, str) for mark in _spelt(special.get(key))]
-    first = _spelt(special.get(keys[0])) if keys and isinstance(keys[0], str) else []
-    return (first[0][0] if first else None), marks
+    before: str | None = None
+    marks: list[tuple[str, int]] = []
+    for part in _parts(processor):
+        special, single = part.get("special_tokens"), part.get("single")
+        if not isinstance(special, Mapping) or not isinstance(single, list):
+            continue
+        names = [nested({"piece": piece}, "piece", "SpecialToken", "id") for piece in single]
+        written = [_spelt(special.get(name)) if isinstance(name, str) else [] for name in names]
+        marks.extend(mark for of_piece in written for mark in of_piece)
+        if before is None and written and written[0]:
+            before = written[0][0][0]
+    return before, marks
+
+
+def _parts(processor: object) -> Iterator[Mapping[str, Any]]:
+    """A post-processor, or those of a sequence of them, in order."""
+    left = [processor]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            yield part
+            inner = part.get("processors")
+            left.extend(reversed(inner) if isinstance(inner, list) else ())
 
 
 def _spelt(mark: object) -> list[tuple[str, int]]:

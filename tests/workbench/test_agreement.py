@@ -96,6 +96,14 @@ def test_marks_that_agree_are_silent(tmp_path: Path, right: dict[str, Any]) -> N
     assert found(tmp_path, right) == ()
 
 
+@pytest.mark.parametrize("depth", [1, 450, 5000])
+def test_post_processors_in_each_other_end_as_findings_or_in_silence(tmp_path: Path, depth: int) -> None:
+    inner = '{"type": "Sequence", "processors": [' * depth + json.dumps(template("t1", 3)) + "]}" * depth
+    tokenizer = json.dumps(FILES["tokenizer.json"]).removesuffix("}") + f', "post_processor": {inner}}}'
+    (finding,) = found(tmp_path, {"tokenizer.json": tokenizer})
+    assert ("id 3 for 't1', which is id 1" if depth < 500 else "no tokenizer") in finding.message
+
+
 def test_no_side_files_at_all_are_no_disagreement(tmp_path: Path) -> None:
     assert found(tmp_path, dict.fromkeys(FILES)) == ()
 

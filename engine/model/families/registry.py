@@ -236,6 +236,8 @@ class Families(Mapping[str, Family]):
                     "unread-config-key",
                     f"{key} is not read by family {family.name}",
                     file="config.json",
+                    expected=f"keys that family {family.name} reads",
+                    found=key,
                     next="check that it does not change the mathematics; if it does, the family needs a block for it",
                 )
             )

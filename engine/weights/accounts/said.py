@@ -84,6 +84,7 @@ def unread(scheme: Scheme) -> Iterator[Finding]:
             "unread-config-key",
             f"quantization {scheme.method!r} has options that nothing reads: {', '.join(scheme.unread)}",
             file="config.json",
+            expected=f"options that are known of {scheme.method!r}",
             found=", ".join(scheme.unread),
             next="look up what they mean to the tool that wrote them: weights are read as if they were not there",
         )
