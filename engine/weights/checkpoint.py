@@ -42,7 +42,15 @@ from firstlight.engine.weights.files.uncollected import uncollected
 from firstlight.engine.weights.slices import byte_runs
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource
 from firstlight.engine.weights.sources.local import LocalFiles
-from firstlight.engine.weights.sources.mirror import in_turn, is_url, mirror, open_source, paths_of, with_remote
+from firstlight.engine.weights.sources.mirror import (
+    in_turn,
+    is_url,
+    mirror,
+    open_source,
+    paths_of,
+    unversioned,
+    with_remote,
+)
 
 if TYPE_CHECKING:
     from firstlight.engine.weights.files.lines import Vocabulary
@@ -100,7 +108,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             findings.extend(against_headers(unlike, tensors, files, broken, invalid))
             if not any(finding.severity == "fatal" for finding in findings):
                 findings.extend(against_payload(index, payload_bytes(tensors)))
-        findings.extend(_other_files(names))
+        findings.extend((*_other_files(names), *unversioned(directory)))
         return cls(
             directory=str(directory),
             config=config,

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from firstlight.engine.errors import Refused
-from firstlight.engine.findings import fatal
+from firstlight.engine.findings import Finding, fatal, note, several
 from firstlight.engine.settings import read_settings
 from firstlight.engine.weights.sources.base import AnyPath, ByteSource, FileStat, SourcePath
 from firstlight.engine.weights.sources.kept import FarFiles, KeptFiles, fetch_all
@@ -145,6 +145,23 @@ def read_pointer(directory: Path) -> Pointer | None:
         ) from error
 
 
+def unversioned(directory: Path) -> Iterator[Finding]:
+    """A note on shards of which the server states no version: a change while they are read would not be seen."""
+    pointer = read_pointer(directory)
+    files = pointer.files if pointer is not None else {}
+    shards = [name for name, (_, version) in files.items() if version is None and name.endswith(WEIGHTS)]
+    if pointer is not None and shards:
+        yield note(
+            "changed-file",
+            f"{pointer.url} states no version of {several(len(shards), 'shard', 'shards')}: a change of the same size "
+            "while weights are read would not be seen",
+            file=f"{pointer.url}/{shards[0]}",
+            expected="an ETag or a Last-Modified of every file",
+            found="neither",
+            next="nothing, if nobody writes there; scan --against compares what came with another copy's hashes",
+        )
+
+
 def with_remote(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
     """Of a directory's files those of the checkpoint, and those that are at its source alone; sorted."""
     pointer = read_pointer(directory)
@@ -247,7 +264,7 @@ def _found_by_name(far: ByteSource) -> tuple[str, ...]:
     from firstlight.engine.weights.sources.http import HttpFiles
 
     if not isinstance(far, HttpFiles):
-        raise _nothing(far.url, "no objects below this prefix")
+        raise _nothing(far.url, "no objects in this folder itself")
     if far.look("config.json") is None:  # alone: from a server that is not there nothing else is awaited
         raise _nothing(far.url, "no config.json there")
     with _Threads(8) as pool:

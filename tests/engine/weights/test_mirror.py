@@ -59,6 +59,14 @@ def test_nothing_is_fetched_twice_and_another_version_is_another_directory(web: 
     assert place(web, tmp_path) != directory
 
 
+def test_it_is_said_of_which_shards_no_change_would_be_seen(web: far.Web, tmp_path: Path) -> None:
+    assert Checkpoint.open(place(web, tmp_path)).findings == ()
+    web.versions[FIRST] = ""
+    (finding,) = Checkpoint.open(place(web, tmp_path)).findings
+    assert (finding.code, finding.severity, finding.file) == ("changed-file", "note", f"{web.url}/{FIRST}")
+    assert "no version of 1 shard:" in finding.message
+
+
 def test_what_has_no_version_is_looked_at_anew(web: far.Web, tmp_path: Path) -> None:
     """Of equal sizes nobody could tell whether a configuration, or a part of a shard, is that of before."""
     web.versions = dict.fromkeys(("config.json", FIRST), "")
