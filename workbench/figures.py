@@ -61,6 +61,7 @@ align-items:center;margin:.14rem 0}
 .fl-fig .key i{width:.7rem;height:.7rem;border-radius:2px;display:inline-block}
 .fl-fig .name{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .fl-fig.wide .row{grid-template-columns:minmax(4rem,17rem) minmax(5rem,1fr) 19rem}
+.fl-fig.wide .row .num{white-space:normal}
 @media (max-width:640px){.fl-fig .row,.fl-fig.wide .row{grid-template-columns:1fr max-content;gap:.1rem .7rem}
 .fl-fig .bar{grid-column:1/-1;grid-row:2}.fl-fig .row .num{white-space:normal}
 .fl-fig.wide .row{grid-template-columns:1fr}.fl-fig.wide .row .name{white-space:normal}

@@ -52,6 +52,7 @@ class ProgressView:
         pace = self._paces.get(key)
         self._paces[key] = pace = Pace(pace.first if pace else event, event)
         if key not in self._bars:
+            self._end_uncounted(event.rung)
             bar = ipw.FloatProgress(min=0.0, max=1.0, bar_style="info", layout=ipw.Layout(width="220px"))
             text = ipw.HTML()
             name = ipw.HTML(f"{escape(event.rung)} · {escape(event.phase)}", layout=ipw.Layout(width="220px"))
@@ -63,6 +64,12 @@ class ProgressView:
         if event.total and event.done >= event.total:
             bar.bar_style = "success"
         text.value = escape(_so_far(pace))
+
+    def _end_uncounted(self, rung: str) -> None:
+        """Phases that only begin and end are over when the next one of their rung begins."""
+        for key, (bar, _) in self._bars.items():
+            if key[0] == rung and not self._paces[key].last.total:
+                bar.value, bar.bar_style = 1.0, "success"
 
     def twin(self, is_over: bool = False, until_s: float | None = None) -> str:
         """The view as plain HTML. A phase is over when the next one of its rung began, or the rung is: `is_over`.
@@ -291,7 +298,9 @@ def _so_far(pace: Pace) -> str:
     last, rate, left_s = pace.last, pace.rate, pace.remaining_s
     speed = words.quantity(rate, f"{last.unit}/s") if rate and last.unit else ""
     left = "" if left_s is None else "done" if left_s == 0 else f"{words.seconds(left_s)} to go"
-    return "   ".join(part for part in (_amount(last), speed, left, last.detail) if part)
+    is_over = not last.total or last.done >= last.total
+    amount = _amount(last) if is_over else _amount_so_far(last)
+    return "   ".join(part for part in (amount, speed, left, last.detail) if part)
 
 
 def _amount_so_far(event: ProgressEvent) -> str:

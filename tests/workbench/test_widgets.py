@@ -32,9 +32,16 @@ HOSTILE = "<script>alert(1)</script>"
 
 def test_progress_shows_amount_rate_and_end() -> None:
     view = ProgressView()
+    view(ProgressEvent(time_s=0.0, rung="load", phase="reserve", done=0.0))
+    ((reserve, _),) = view._bars.values()
+    assert reserve.value == 0.0
+    said = []
     for second, done in enumerate((0.0, 2**20, 2**21)):
         view(ProgressEvent(time_s=float(second), rung="load", phase="read", done=done, total=2.0**21, unit="B"))
-    ((bar, text),) = view._bars.values()
+        said.append(view._bars["load", "read"][1].value)
+    assert reserve.value == 1.0, "it is over when the next phase begins"
+    bar, text = view._bars["load", "read"]
+    assert said[1] == "1.00 MiB of 2.00 MiB   1.00 MiB/s   1.0 s to go"
     assert bar.value == 1.0
     assert text.value == "2.00 MiB   1.00 MiB/s   done"
     assert "2.00 MiB   1.00 MiB/s   2.0 s" in view.twin()
