@@ -38,6 +38,19 @@ def mend(model: Any, layers: Callable[[], Iterable[Any]]) -> None:
             model.set_attn_implementation("eager")  # where others are given no mask they let a token see all of its row
 
 
+def forget_lengths(model: Any) -> None:
+    """Frequencies that lengthen with a row (`dynamic`) as they are before the first: a row longer than the trained
+    length by nothing keeps those of the longest that was run before it."""
+    for module in model.modules():
+        if "dynamic" not in str(getattr(module, "rope_type", "")):
+            continue
+        for name in [*module._buffers, *vars(module)]:
+            if name.endswith("original_inv_freq"):
+                kind = name.removesuffix("original_inv_freq")
+                module.register_buffer(f"{kind}inv_freq", getattr(module, name), persistent=False)
+                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+
+
 def _in_its_own_dtype(linear: torch.nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x.to(linear.weight.dtype), linear.weight, linear.bias).to(x.dtype)
 

@@ -26,7 +26,7 @@ from firstlight.engine.errors import Refused
 from firstlight.engine.findings import fatal
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.unpacked import Unpacked
-from firstlight.workbench.mends import mend, refill, sharpen
+from firstlight.workbench.mends import forget_lengths, mend, refill, sharpen
 
 Arrays = dict[str, NDArray[Any]]
 TYPE_NAMES = ("mm_token_type_ids", "token_type_ids")
@@ -92,6 +92,7 @@ class Reference:
 
         `inputs` are a golden file's: `input_ids` [batch, tokens], optionally `attention_mask` and picture tensors.
         """
+        forget_lengths(self._model)
         given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         kind = self._model.dtype  # pixels in it, as processors are asked for them
         tensors = {name: one.to(kind) if one.is_floating_point() else one for name, one in given.items()}

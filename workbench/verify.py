@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,10 @@ from firstlight.engine.findings import fatal, note, warning
 from firstlight.engine.model.families import FAMILIES
 from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import ModelSpec
+from firstlight.engine.model.spec.foreign import ForeignVision
 from firstlight.engine.parallel.constraints import refuse_impossible
 from firstlight.engine.serving.options import EngineOptions
+from firstlight.engine.serving.sight import Sight
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import account
 from firstlight.workbench.bisect import blame
@@ -27,7 +30,7 @@ from firstlight.workbench.cached import CHECK
 from firstlight.workbench.cases import ANSWER, Case, Rules
 from firstlight.workbench.compare import limit_of
 from firstlight.workbench.engines import open_engine
-from firstlight.workbench.golden import Golden
+from firstlight.workbench.golden import PICTURE_NAMES, Golden
 from firstlight.workbench.judge import judge
 from firstlight.workbench.misannounced import misannounced
 from firstlight.workbench.picture_marks import as_made
@@ -239,9 +242,20 @@ def _sized(options: EngineOptions, cases: Sequence[Case]) -> EngineOptions:
         needed = max(needed, sum(vision.counts(vision.blank())) + 2)  # a host answers to one picture before it is ready
     batch = min(options.max_batch, max(len(case.golden.input_ids) for case in cases))
     budget = options.token_budget
-    if budget is None and vision is None:  # pictures may have to be read in one piece
-        budget = batch + max(1, -(-max(longest) // CHUNKS))
+    if budget is None and not isinstance(vision, ForeignVision):
+        seeing = [case.golden.longest for case in cases if case.golden.pictures.keys() & PICTURE_NAMES]
+        budget = batch + max(1, -(-min(seeing, default=max(longest)) // CHUNKS), _uncut(cases))
     return msgspec.structs.replace(options, max_context=needed, max_batch=batch, token_budget=budget)
+
+
+def _uncut(cases: Sequence[Case]) -> int:
+    """Tokens of the largest picture that must be computed in one step; 0 where pictures may be cut."""
+    spec = cases[0].spec
+    if spec.vision is None or not Sight.of(spec).whole:
+        return 0
+    rows = [row == spec.vision.image_token_id for case in cases for row in case.golden.input_ids]
+    runs = [len(list(run)) for row in rows for is_picture, run in groupby(row) if is_picture]
+    return max([*runs, sum(spec.vision.counts(spec.vision.blank()))])
 
 
 def _defaults(options: EngineOptions, engine: EngineLike | None) -> EngineOptions:

@@ -428,3 +428,25 @@ def test_the_second_of_two_pictures_is_another(checkpoint: Callable[[str], Path]
     failed = [one.name for one in check(home).checks if one.status == "failed"]
     assert "pictures hidden.0" in failed
     assert not any(name.startswith("random") for name in failed)
+
+
+def test_a_picture_that_is_cut_between_two_steps(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The rest of it begins anew with the first features; where no picture is cut nothing is wrong."""
+    home = build_seeing("qwen2_vl", tmp_path)
+    assert check(home).status == "passed"
+    right = batch.place_features
+
+    def wrong(spans: Any, start: int, stop: int, offset: int, features_NH: Tensor) -> list[Any]:
+        placed = right(spans, start, stop, offset, features_NH)
+        return [replace(one, features_NH=features_NH[: len(one.features_NH)]) if start else one for one in placed]
+
+    monkeypatch.setattr(batch, "place_features", wrong)
+    assert [one.name for one in check(home).checks if one.status == "failed"] == ["pictures cached"]
+
+
+def test_a_reference_forgets_how_long_the_row_before_was(checkpoint: Callable[[str], Path]) -> None:
+    """transformers keeps stretched frequencies for a row that is exactly as long as those it was trained with."""
+    reference = Reference.open(checkpoint("llama-rope-dynamic"))
+    rows = [{"input_ids": np.arange(1, length + 1)[None]} for length in (64, 96, 64)]
+    first, _, again = (reference.run(row)["logits"] for row in rows)
+    np.testing.assert_array_equal(first, again)
