@@ -163,6 +163,12 @@ class Matcher:
             for kind in kinds
         ]
 
+    @cached_property
+    def beginnings(self) -> tuple[str, ...]:
+        """What tensors' names begin with, up to a number, that rules speak of, or that are parts of such weights."""
+        modules = {name.rpartition(".")[0] for item in self.rules for name in choices(item.tensor)}
+        return tuple({_UNFIXED.split(module)[0] for module in modules})
+
     def _find(self, name: str) -> Template | None:
         """The rule and its parameter names with `{0}`, `{1}` ... for the numbers of the tensor name, in order."""
         starts = [number.start() for number in _DIGITS.finditer(name)]

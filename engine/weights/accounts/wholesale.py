@@ -363,14 +363,15 @@ def strangers(kinds: Sequence[Kind], matcher: Matcher, scheme: Scheme) -> list[K
 
 def _unknown(matcher: Matcher, patterns: Sequence[str]) -> list[bool]:
     """Whether no rule speaks of the tensors of each pattern, nor of weights that they may be parts of."""
-    known = matcher.knows(patterns)
-    parts = [place for place, pattern in enumerate(patterns) if pattern.endswith(_ENDINGS) and not known[place]]
-    weights = [weight_of(patterns[place]) for place in parts]
+    beginnings, unknown = matcher.beginnings, [True] * len(patterns)
+    asked = [place for place, pattern in enumerate(patterns) if pattern.startswith(beginnings)]
+    weights = [weight_of(patterns[place]) if patterns[place].endswith(_ENDINGS) else "" for place in asked]
     there = dict.fromkeys(weights)
     of_weights = dict(zip(there, matcher.knows(there), strict=True))
-    for place, weight in zip(parts, weights, strict=True):
-        known[place] = of_weights[weight]
-    return [not is_known for is_known in known]
+    known = matcher.knows(patterns[place] for place in asked)
+    for place, weight, is_known in zip(asked, weights, known, strict=True):
+        unknown[place] = not (is_known or of_weights[weight])
+    return unknown
 
 
 def _is_strange(kind: Kind, weight: str, matcher: Matcher, scheme: Scheme) -> bool:
