@@ -155,9 +155,11 @@ def absent(file: str) -> Refused:
     return Refused(
         fatal(
             "missing-shard",
-            "a file of the checkpoint is not there",
+            f"{file} is not there",
             file=file,
-            next="fetch the file again, or scan the directory to see what else is missing",
+            expected="a file of the checkpoint",
+            found="absent",
+            next="put it back, or scan the checkpoint to see what else is missing",
         )
     )
 

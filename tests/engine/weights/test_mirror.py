@@ -290,3 +290,13 @@ def test_a_server_without_a_checkpoint_is_refused(web: far.Web, tmp_path: Path) 
     with pytest.raises(Refused) as caught:
         place(web, tmp_path)
     assert caught.value.findings[0].code == "not-found"
+
+
+def test_a_shard_that_goes_away_after_it_was_looked_at_is_named(web: far.Web, tmp_path: Path) -> None:
+    directory = place(web, tmp_path)
+    web.always[FIRST] = far.status(404)
+    found = [finding for finding in Checkpoint.open(directory).findings if finding.severity == "fatal"]
+    assert [(finding.code, finding.file, finding.found) for finding in found] == [
+        ("missing-shard", f"{web.url}/{FIRST}", "absent")
+    ]
+    assert found[0].message.startswith(f"{web.url}/{FIRST} is not there;")
