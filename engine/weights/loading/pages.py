@@ -16,6 +16,7 @@ from weakref import ref
 from firstlight.engine.errors import Refused
 from firstlight.engine.findings import Finding, fatal
 from firstlight.engine.room import available_bytes
+from firstlight.engine.weights.loading.threads import await_end
 
 ALIGNMENT_BYTES = 64  # of every tensor: a cache line, and the width of the widest vector registers
 HUGE_PAGE_BYTES = 2 << 20
@@ -145,7 +146,7 @@ class Pages:
         self._stood_s += time.perf_counter() - started_s
         if wanted == self.length:
             for worker in self._workers:
-                worker.join()
+                await_end(worker)
 
     def stop(self) -> None:
         """Stops backing pages; pages that are backed stay."""
@@ -153,7 +154,7 @@ class Pages:
             self._stop = True
             self._changed.notify_all()
         for worker in self._workers:
-            worker.join()
+            await_end(worker)
 
     def join_page(self, offset: int) -> bool:
         """Have the system put a huge page in the place of small ones at `offset`; False if it never will."""

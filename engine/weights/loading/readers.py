@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from firstlight.engine.errors import FirstlightError, Refused
+from firstlight.engine.weights.loading.threads import await_end
 from firstlight.engine.weights.sources.base import ByteSource, OpenFile, ReadShape, Rows
 from firstlight.engine.weights.sources.local import LocalFiles
 
@@ -280,7 +281,7 @@ class _Readers:
         for _ in self._workers:
             self._todo.put(None)
         for worker in self._workers:
-            worker.join()
+            await_end(worker)
         for file in files:
             file.close()
 

@@ -23,6 +23,7 @@ from firstlight.engine.weights.loading.overlap import ENOUGH_BYTES, ENOUGH_S, Ov
 from firstlight.engine.weights.loading.pages import aligned
 from firstlight.engine.weights.loading.room import Coming, Layers
 from firstlight.engine.weights.loading.slots import views, zero_padding
+from firstlight.engine.weights.loading.threads import await_end
 from firstlight.engine.weights.loading.untouched import Untouched
 from firstlight.engine.weights.memory import Pool
 
@@ -220,8 +221,7 @@ class LayerStream:
             self._changed.notify_all()
         if self.arriving is not None:
             self.arriving.stop()
-        if self._thread.ident is not None:
-            self._thread.join()
+        await_end(self._thread)
         self._pool.stop()
 
     @property

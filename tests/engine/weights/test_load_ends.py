@@ -88,6 +88,40 @@ def test_an_interrupt_gives_everything_back(home: Path) -> None:
     leaves_nothing(end, pieces.nbytes)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupt_while_a_thread_starts_is_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    """Such a thread cannot be waited for, which is no failure of the load."""
+    checkpoint, pieces = plan(home)
+    start, started = threading.Thread.start, 0
+
+    def interrupted(thread: threading.Thread) -> None:
+        nonlocal started
+        started += 1
+        if started != 2:
+            start(thread)
+            return
+        if has_begun:
+            monkeypatch.setattr(thread, "_started", Unset())
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(checkpoint, pieces, threads=4)
+
+
+class Unset(threading.Event):
+    """What a thread says once it runs, and nobody has heard yet."""
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
+
+
 def test_a_file_that_is_cut_gives_everything_back(home: Path, tmp_path: Path) -> None:
     checkpoint, pieces = plan(home)
     last = home / checkpoint.shards[-1]
