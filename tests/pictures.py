@@ -66,7 +66,6 @@ def _compare(page: Any) -> None:
 
 
 SHOTS = (
-    Shot("overview", "Overview", "tokens a second"),
     Shot("checkpoint", "Checkpoint", "every tensor is accounted for"),
     Shot("memory", "Memory", "Measured: what the running engine holds"),
     Shot("loading", "Loading", "resident bytes are those planned"),
@@ -78,7 +77,8 @@ SHOTS = (
     Shot("topology", "Topology", "Links, measured"),
     Shot("runs", "Runs", "Compare", _compare),
     Shot("dark", "Verify", "noise floor", theme="dark"),
-    Shot("narrow", "Overview", "requests running", size=NARROW),
+    Shot("narrow", "Overview", "tokens a second", size=NARROW),
+    Shot("overview", "Overview", "tokens a second"),
     Shot("failed", "Overview", "What failed, and what to do next", run="truncated"),
 )
 

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from firstlight.dashboards import html
-from firstlight.dashboards.store import Snapshot, requests_once
+from firstlight.dashboards.store import SILENT_S, Snapshot, requests_once
 from firstlight.dashboards.views.view import Page, column, command, mesh_of, pane, put
-from firstlight.dashboards.views.working import BROKE_OFF, RECENT_S, Doing, bars, doing
+from firstlight.dashboards.views.working import BROKE_OFF, Doing, bars, doing
 from firstlight.engine.findings import Finding
 from firstlight.engine.serving.api import Health
 from firstlight.workbench.cli import VERBS
@@ -181,7 +181,7 @@ def _alive(snapshot: Snapshot, health: Health) -> str:
     found = [("requests running", str(health.running)), ("waiting", str(health.waiting))]
     for metric, name in (("tokens", "tokens a second"), ("cache_used", "cache used"), ("busy", "busy")):
         trail = snapshot.trails.get(("engine", "engine", metric))
-        if trail is not None and trail.last.value is not None and time.time() - trail.last.time_s < RECENT_S:
+        if trail is not None and trail.last.value is not None and time.time() - trail.last.time_s < SILENT_S:
             unit = "%" if trail.last.unit == "%" else ""
             found.append((name, words.quantity(round(trail.last.value, 1), unit)))
     return f"<p><span class='status passed'>{health.status}</span></p>{html.figures(found)}"

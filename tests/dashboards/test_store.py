@@ -264,7 +264,7 @@ def test_a_tab_whose_tables_hold_something_else_says_so_and_the_others_are_drawn
 
 def test_what_is_old_is_not_shown_as_of_now(tmp_path: Path) -> None:
     ready = Health(status="ready", stage="", running=0, waiting=0)
-    for name, old_s in (("then", 600.0), ("now", 0.0)):
+    for name, old_s in (("then", 600.0), ("just", 8.0), ("now", 0.0)):
         with Run.at(tmp_path / name, "toy", "ckpt") as run:
             busy = Reading(
                 time_s=time.time() - old_s, source="engine", device="engine", metric="busy", unit="%", value=91
