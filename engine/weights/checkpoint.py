@@ -186,8 +186,8 @@ def _unlike(weight_map: dict[str, str] | WeightMap, tensors: dict[str, TensorInf
     """The differences between index and headers."""
     if not tensors:
         return Differences((), (), weight_map, (), "")
-    if isinstance(tensors, dict):
-        return differences(weight_map, tensors)
+    if isinstance(tensors, dict):  # looked up one by one, which an index of columns is slow at
+        return differences(weight_map if isinstance(weight_map, dict) else dict(weight_map.items()), tensors)
     from firstlight.engine.weights.files.weight_map import unlike
 
     return unlike(weight_map, tensors)
@@ -301,9 +301,7 @@ def _read(
     from firstlight.engine.weights.files.shard_columns import read_shard
 
     as_columns = partial(read_shard, vocabulary=Vocabulary() if vocabulary is None else vocabulary)
-    first = _or_why(as_columns, paths[0])
-    are_usual = not isinstance(first, Header) or bool(first.findings)
-    return [first, *in_turn(partial(_or_why, as_columns if are_usual else read_header), paths[1:])]
+    return list(in_turn(partial(_or_why, as_columns), paths))
 
 
 def _or_why(read: Callable[[AnyPath], T], path: AnyPath) -> T | Refused:
