@@ -156,17 +156,13 @@ def resident_finding(
 def kept_here(
     spec: ModelSpec, mesh: Mesh, ranks: Collection[int], dtype: str, ledger: Ledger, wish: Wish, device_type: str
 ) -> Keep:
-    """What an engine would keep packed whose ranks, each on a machine like this one, are these."""
+    """What an engine would keep packed whose ranks, each on a machine like this one, are these.
+
+    Without torch, which is imported while memory is being backed.
+    """
     if all(source.packed is None for source in ledger.sources.values()):
-        return usually(wish, device_type)  # without torch, which is imported while memory is being backed
-    import torch
-
-    from firstlight.engine.weights.loader import TORCH_DTYPES
-    from firstlight.kernels.registry import choose
-
-    faster: Collection[str] = ()
-    if wish == "auto" and device_type == "cpu":
-        faster = choose(torch.device("cpu"), TORCH_DTYPES[dtype]).packs_faster()
+        return usually(wish, device_type)
+    faster = expected_faster(dtype) if wish == "auto" and device_type == "cpu" else ()
 
     def nbytes_of(keep: Keep) -> int:
         every = (rank_pieces(spec, mesh, rank, dtype, ledger, keep.roles, keep.kinds) for rank in ranks)

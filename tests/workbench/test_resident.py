@@ -15,6 +15,9 @@ from firstlight.engine.parallel.mesh import Mesh
 from firstlight.engine.parallel.pieces import rank_pieces
 from firstlight.engine.parallel.plan import make_plan
 from firstlight.engine.weights.formats.registry import stored_format
+from firstlight.engine.weights.loader import TORCH_DTYPES
+from firstlight.kernels.packed.kinds import expected_faster
+from firstlight.kernels.registry import choose
 from firstlight.workbench import load as loading
 from firstlight.workbench.plan import plan
 from firstlight.workbench.resident import resident_finding
@@ -75,8 +78,13 @@ def test_kimi_k3_is_held_as_it_is_stored() -> None:
     assert loaded == stored
 
 
-def test_memory_of_a_plain_release_is_asked_for_before_torch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system backs it while torch is being imported; what operators there are bears on quantized weights alone."""
+@pytest.mark.parametrize("name", ["plain", "awq", "fp8-blocks"])
+def test_memory_of_a_release_is_asked_for_before_torch_is_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system backs it while torch is being imported; which quantized weights stay packed is known without it."""
+    if name != "plain":
+        written("llama", CONFIGS[name], tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)  # who imports it now fails
 
     class Reached(Exception):
@@ -87,4 +95,9 @@ def test_memory_of_a_plain_release_is_asked_for_before_torch_is_there(monkeypatc
 
     monkeypatch.setattr(loading, "_load_and_add", reserve)
     with pytest.raises(Reached):
-        loading.load(MENAGERIE)
+        loading.load(MENAGERIE if name == "plain" else tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_what_is_expected_to_be_faster_is_what_an_engine_finds(dtype: str) -> None:
+    assert expected_faster(dtype) == choose("cpu", TORCH_DTYPES[dtype]).packs_faster()
