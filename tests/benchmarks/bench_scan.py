@@ -143,6 +143,22 @@ FAULTS: dict[str, Callable[[list[Stored]], list[Stored]]] = {
         tensor for place, tensor in enumerate(tensors) if place % 3 or not tensor[0].endswith("_scale")
     ],
     "upper case": lambda tensors: [(name.upper(), *rest) for name, *rest in tensors],
+    "underscores before numbers": lambda tensors: [(re.sub(r"\.(?=\d)", "_", name), *rest) for name, *rest in tensors],
+    "hexadecimal numbers": lambda tensors: [
+        (re.sub(r"(?<=\.)\d+(?=\.)", lambda number: f"{int(number[0]):x}", name), *rest) for name, *rest in tensors
+    ],
+    "numbers in brackets": lambda tensors: [(re.sub(r"\.(\d+)", r"[\1]", name), *rest) for name, *rest in tensors],
+    "colons, and a star before numbers": lambda tensors: [
+        (name.replace(".", "::").replace("::", "::*", 1), *rest) for name, *rest in tensors
+    ],
+    "backslashes": lambda tensors: [(name.replace(".", "\\"), *rest) for name, *rest in tensors],
+    "ten numbers before each name": lambda tensors: [
+        (".".join([*f"{place:010}"[::-1], name]), *rest) for place, (name, *rest) in enumerate(tensors)
+    ],
+    "thousands of shapes": lambda tensors: [
+        (name, dtype, (shape[0], place % 5000 + 1) if len(shape) == 2 else shape)
+        for place, (name, dtype, shape) in enumerate(tensors)
+    ],
     "experts the other way round": lambda tensors: [
         (name, dtype, shape[::-1] if ".experts." in name else shape) for name, dtype, shape in tensors
     ],
