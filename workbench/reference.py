@@ -102,7 +102,7 @@ class Reference:
                 out = self._model(**tensors, output_hidden_states=True, use_cache=False)
             if len(seen) < 3:
                 raise unavailable(type(self._model).__name__, "the layers that were found are not its decoder's")
-            entered, left, last = seen
+            entered, left, *_, last = seen
             states = in_order(out.hidden_states, entered, left)
             found = {f"hidden.{i}": state.float().cpu().numpy() for i, state in enumerate(states)}
             if last.shape == left.shape:
