@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 
 from firstlight.engine.errors import Refused
 from firstlight.engine.model.families import FAMILIES
-from firstlight.engine.model.rules import Matcher, rule
+from firstlight.engine.model.rules import Matcher, choices, rule
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.files.safetensors_file import Tagged, Tensor, bfloat16, read, write
 from firstlight.engine.weights.ledger import account
 from firstlight.engine.weights.synthesize import outlines_of, synthesize, value_of
 from tests.engine.weights.accounts import MOE, settle
 from tests.engine.weights.files import LLAMA
+from tests.engine.weights.releases import shipped_config
 
 
 def _stacked(tensor: str, *parts: str, **options: Any) -> Mapping[str, Any]:
@@ -90,3 +92,14 @@ def test_a_parameter_without_a_rule_is_refused(tmp_path: Path) -> None:
     rules = [r for r in matcher.rules if r.params != ("norm.weight",)]
     with pytest.raises(Refused, match=r"no weight rule of the family says where norm\.weight is stored"):
         outlines_of(spec, rules)
+
+
+@pytest.mark.parametrize("release", ["kimi-k3", "deepseek-v3", "gpt-oss-120b"])
+def test_what_rules_speak_of_begins_as_one_of_them_does(release: str) -> None:
+    """Names that do not are known to be strange without being matched."""
+    _, matcher = FAMILIES.describe(shipped_config(release))
+    names = [name for item in matcher.rules for name in choices(item.tensor)]
+    kinds = [re.sub(r"\{\w+\}", "*", name.replace("{*}", "a.b")) for name in names]
+    assert all(matcher.knows(kinds))
+    assert all((kind + part).startswith(matcher.beginnings) for kind in kinds for part in ("", "_packed", "_scale_inv"))
+    assert not any(matcher.knows(f"x.{kind}" for kind in kinds))
