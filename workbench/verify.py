@@ -215,6 +215,15 @@ def _golden_case(draft: Draft, golden: Golden, rules: Rules, forced: frozenset[i
                 next="write hidden.0 ... hidden.L as well (output_hidden_states=True)",
             )
         )
+    if golden.outputs.keys().isdisjoint(("logits", "generated")):
+        draft.find(
+            note(
+                "bad-golden",
+                "no logits in the golden file: the output head is not compared",
+                file=golden.source,
+                next="write logits as well",
+            )
+        )
     if golden.longest > spec.max_positions:
         draft.find(
             warning(

@@ -107,6 +107,18 @@ def test_left_padding_and_a_file_without_hidden_states(checkpoint: Get, golden_f
     assert any("located" in finding.message for finding in report.findings)
 
 
+@pytest.mark.parametrize(("kept", "is_said"), [("hidden", True), ("logits", False)])
+def test_a_file_without_logits_says_that_no_head_is_compared(
+    kept: str, is_said: bool, checkpoint: Get, golden_file: Get, tmp_path: Path
+) -> None:
+    inputs = ("input_ids", "attention_mask")
+    tensors = {n: value for n, value in read(golden_file("mistral")).items() if n in inputs or n.startswith(kept)}
+    write(tmp_path / "golden.safetensors", tensors)
+    report = check(checkpoint("mistral"), tmp_path / "golden.safetensors")
+    assert report.status == "passed", failed(report)
+    assert any("head is not compared" in finding.message for finding in report.findings) is is_said
+
+
 @pytest.mark.parametrize(
     ("tensor", "layer", "part"),
     [
