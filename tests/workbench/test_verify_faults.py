@@ -386,9 +386,10 @@ def test_what_is_right_passes_in_float16(name: str, checkpoint: Callable[[str], 
     assert check(checkpoint(name), dtype="F16").status == "passed"
 
 
-@pytest.mark.parametrize("name", ["llama4", "kimi_k25"])
-def test_pictures_are_given_to_a_reference_in_its_own_dtype(name: str, tmp_path: Path) -> None:
-    assert check(build_seeing(name, tmp_path), dtype="BF16").status == "passed"
+@pytest.mark.parametrize(("name", "dtype"), [("llama4", "BF16"), ("kimi_k25", "BF16"), ("minimax_m3_vl", "F16")])
+def test_pictures_are_given_to_a_reference_in_its_own_dtype(name: str, dtype: str, tmp_path: Path) -> None:
+    """Of the last, two of few tokens have another expert than the reference's: by chance, and no fault."""
+    assert check(build_seeing(name, tmp_path), dtype=dtype).status == "passed"
 
 
 def test_a_state_that_an_earlier_row_left_is_told(checkpoint: Callable[[str], Path], monkeypatch: Patch) -> None:
