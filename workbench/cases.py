@@ -105,9 +105,8 @@ class Case:
         floor = (self.forced_floor if forced else self.floor).get(name)
         if floor is not None:  # as many again by chance: both numbers are counts of independent events
             theirs = int(self.outside(floor).sum()) * count / len(floor.relative_R)
-            chance = 2 * theirs + (
-                1 if chooses(self.spec) else 0
-            )  # none among few tokens does not say that there are none
+            unseen = 1 if chooses(self.spec) else 0  # none among few tokens does not say that there are none
+            chance = 2 * theirs + unseen
             return math.ceil(2 * theirs + SURE * math.sqrt(chance) + OUTLIER_SHARE * count)
         routers = sum(layer.experts is not None for layer in self.spec.layers)
         carried = sum(bool(layer.cache().states) for layer in self.spec.layers)
