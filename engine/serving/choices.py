@@ -16,7 +16,8 @@ import torch
 
 from firstlight.engine.parallel.comm import Comm
 from firstlight.kernels.linear.measured import MeasuredLinear
-from firstlight.kernels.native.build import cpu_lines, fingerprint
+from firstlight.kernels.native.build import fingerprint
+from firstlight.kernels.native.library import cpu_lines
 from firstlight.kernels.registry import Choice
 
 

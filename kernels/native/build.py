@@ -108,14 +108,7 @@ def fingerprint() -> str:
     compiler = library.find_compiler()
     assert compiler is not None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    return library.digest(_sources(), version, *FLAGS, _target(), str(openmp_runtime()), *cpu_lines())
-
-
-def cpu_lines() -> list[str]:
-    """What Linux says about the model and the instructions of the CPU; nothing elsewhere."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return sorted({line for line in lines if re.match(r"(model name|flags|Features)\b", line)})
+    return library.digest(_sources(), version, *FLAGS, _target(), str(openmp_runtime()), *library.cpu_lines())
 
 
 def _writable(folder: Path) -> Path:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
+import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -44,6 +47,39 @@ def digest(sources: Iterable[Path], *words: str) -> str:
         found.update(path.read_bytes())
     found.update("\n".join(words).encode())
     return found.hexdigest()[:16]
+
+
+def cpu_lines() -> list[str]:
+    """What Linux says about the model and the instructions of the CPU; nothing elsewhere."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sorted({line for line in lines if re.match(r"(model name|flags|Features)\b", line)})
+
+
+def of_one_file(source: Path, name: str, flags: Sequence[str], cache_dir: Path) -> ctypes.CDLL | None:
+    """What one C++ file without dependencies is compiled to, from `cache_dir` or now, which takes about a second.
+
+    None where there is none to be had: on other systems than Linux, without a compiler, with an odd one, in a folder
+    that cannot be written to.
+    """
+    if platform.system() != "Linux":
+        return None
+    words = [*flags, platform.machine(), *platform.libc_ver(), *(cpu_lines() if "-march=native" in flags else ())]
+    path = cache_dir / f"{name}-{digest([source], *words)}.so"
+    try:
+        if not path.exists():
+            make_once(path, lambda made: compile_one(source, flags, made))
+        return ctypes.CDLL(str(path))
+    except (OSError, BuildError):
+        return None
+
+
+def compile_one(source: Path, flags: Sequence[str], path: Path) -> None:
+    """Raises `OSError` and `BuildError`."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError(f"no C++ compiler (looked for {', '.join(COMPILERS)})")
+    run_together([[compiler, *flags, str(source), "-o", str(path)]])
 
 
 def make_once(path: Path, build: Callable[[Path], None]) -> None:

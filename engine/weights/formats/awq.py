@@ -34,10 +34,6 @@ class Awq(Format, frozen=True, kw_only=True):
     of_linear: ClassVar[bool] = True
 
     @property
-    def turns(self) -> str:
-        return "awq"
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         groups = Axis(COLUMNS, self.group) if self.group else 1
         words = Axis(ROWS, PER_WORD)

@@ -53,10 +53,6 @@ class Gptq(Format, frozen=True, kw_only=True):
     of_linear: ClassVar[bool] = True
 
     @property
-    def turns(self) -> str:
-        return "words" if self.bits in (2, 4) else ""  # others are held in other bits than they are stored in
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         groups = Axis(COLUMNS, self.group, whole=self.ordered) if self.group else 1
         found = (

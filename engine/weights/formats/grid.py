@@ -133,14 +133,6 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     swapped: ClassVar[bool] = False  # the tensor that rules speak of is [..., columns, rows]
     of_linear: ClassVar[bool] = False  # rows are outputs, however an architecture has its plain weight
 
-    @property
-    def turns(self) -> str:
-        """How 32-bit words of codes are turned round to be held row by row (`loading/laying.cpp`); empty: they are not.
-
-        `words` as they are, `awq` code by code.
-        """
-        return ""
-
     @classmethod
     def kinds(cls) -> tuple[type[Format], ...]:
         """Every format whose file has been read: its class says that it is one, and no list says it again."""

@@ -1,4 +1,4 @@
-// Codes of 32-bit words turned round: stored one input after the other, wanted one output after the other.
+// AWQ's codes turned round: stored one input after the other, wanted one output after the other.
 
 #include <cstdint>
 #include <cstring>
@@ -37,22 +37,6 @@ extern "C" void firstlight_turn_awq(const uint32_t* words, int64_t inputs, int64
                         turned[at] = uint8_t(((even[word][at] >> shift) & 15) | (((odd[word][at] >> shift) & 15) << 4));
                     std::memcpy(place + ((first + word) * 8 + output) * apart + input / 2, turned, bytes);
                 }
-        }
-    }
-}
-
-// Words [rows, count], `stride` apart -> words [count, rows], `apart` bytes apart.
-extern "C" void firstlight_turn_words(const uint32_t* words, int64_t rows, int64_t count, int64_t stride,
-                                      uint8_t* place, int64_t apart) {
-    uint32_t block[LINE][LINE];
-    for (int64_t first = 0; first < count; first += LINE) {
-        const int64_t wide = count - first < LINE ? count - first : LINE;
-        for (int64_t row = 0; row < rows; row += LINE) {
-            const int64_t deep = rows - row < LINE ? rows - row : LINE;
-            for (int64_t at = 0; at < deep; ++at)
-                for (int64_t word = 0; word < wide; ++word) block[word][at] = words[(row + at) * stride + first + word];
-            for (int64_t word = 0; word < wide; ++word)
-                std::memcpy(place + (first + word) * apart + row * 4, block[word], deep * 4);
         }
     }
 }

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -45,8 +46,12 @@ bool is_cached(int file, int64_t offset) {
 }
 
 // How many of `nbytes` from `offset` on seem to be in the page cache, going by a byte in every so many: to count all pages
-// takes a tenth of the time of copying them. Reads that do not wait stop at what is missing between two of those.
+// takes a tenth of the time of copying them. Reads that do not wait stop at what is missing between two of those. The page
+// cache may hold pages behind the end of a file, in one piece with its last ones: these are none of it.
 int64_t cached(int file, int64_t offset, int64_t nbytes) {
+    struct stat found;
+    if (fstat(file, &found) == 0 && nbytes > found.st_size - offset) nbytes = found.st_size - offset;
+    if (nbytes <= 0) return 0;
     for (int64_t at = 0; at < nbytes; at += PROBE)
         if (!is_cached(file, offset + at)) return at;
     return is_cached(file, offset + nbytes - 1) ? nbytes : (nbytes - 1) / PROBE * PROBE;

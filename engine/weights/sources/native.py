@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +21,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 class Native:
     """The compiled functions; memoryviews are contiguous and writable."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `OSError` where the library cannot be loaded."""
-        compiled = ctypes.CDLL(str(path))
+    def __init__(self, compiled: ctypes.CDLL) -> None:
         file, number, memory = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._take, self._take_rows = compiled.firstlight_take, compiled.firstlight_take_rows
         self._try_rows, self._read_rows = compiled.firstlight_try_rows, compiled.firstlight_read_rows
@@ -85,25 +82,8 @@ class Native:
 @cache
 def native() -> Native | None:
     """The library, from the cache directory or compiled now; None where there is none to be had."""
-    if platform.system() != "Linux":
-        return None
-    name = f"reads-{library.digest([SOURCE], *FLAGS, platform.machine(), *platform.libc_ver())}.so"
-    path = read_settings().cache_dir / name
-    try:
-        if not path.exists():
-            _build(path)
-        return Native(path)
-    except (OSError, library.BuildError):  # no compiler or an odd one, a read-only home, another machine's library
-        return None
-
-
-def _build(path: Path) -> None:
-    """Raises `OSError` and `BuildError`."""
-    compiler = library.find_compiler()
-    if compiler is None:
-        raise library.BuildError(f"no C++ compiler (looked for {', '.join(library.COMPILERS)})")
-    words = [compiler, *FLAGS, str(SOURCE), "-o"]
-    library.make_once(path, lambda made: library.run_together([[*words, str(made)]]))
+    compiled = library.of_one_file(SOURCE, "reads", FLAGS, read_settings().cache_dir)
+    return None if compiled is None else Native(compiled)
 
 
 def _address(target: memoryview) -> int:
