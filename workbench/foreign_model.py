@@ -21,6 +21,7 @@ from firstlight.engine.model.foreign import ForeignSpec
 from firstlight.engine.model.spec import CacheSpec
 from firstlight.engine.parallel.mesh import Coordinates
 from firstlight.engine.parallel.pieces import RankPieces, Storage
+from firstlight.engine.serving.trace import UNNORMED
 from firstlight.engine.weights.checkpoint import Checkpoint
 from firstlight.engine.weights.ledger import Ledger
 from firstlight.engine.weights.loader import TORCH_DTYPES, Weights
@@ -113,6 +114,8 @@ class TransformersModel:
         free = self._reference.run(inputs)
         found = self._reference.forced(inputs, {name: given.get(name, value) for name, value in free.items()})
         wanted = {f"hidden.{int(name.partition('.')[2]) + 1}" for name in entered}
+        if f"hidden.{self.spec.num_layers}" in wanted:
+            wanted.add(UNNORMED)
         return {name: value for name, value in found.items() if name in wanted}
 
     def prepare(

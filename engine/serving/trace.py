@@ -203,7 +203,7 @@ def _foreign(model: ForeignModel, command: TraceCommand) -> Arrays:
     low, high = command.layers or (0, model.spec.num_layers)
     shown = {}
     for name, value in found.items():
-        index = _index(name)
+        index = model.spec.num_layers if name == UNNORMED else _index(name)
         if index is None or low <= index <= high:
             shown[name] = Array.of(value if name in ("image_features", "generated") else value[mask == 1])
     return shown

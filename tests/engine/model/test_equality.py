@@ -32,7 +32,9 @@ def test_one_rank_equals_transformers(
     model = Direct(checkpoint(name))
     found = model.run(given)
     _, mask = flatten(given)
-    assert set(found) == set(expected)
+    assert set(expected) | {"unnormed"} == set(found)
+    if "unnormed" not in expected:  # the last layer leaves several streams, which the norm takes together
+        del found["unnormed"]
     assert model.ledger.complete
     errors = {}
     for key, ours in found.items():
