@@ -46,6 +46,7 @@ NATIVE_BYTES = 256 << 10  # of one piece of memory that compiled code is worth b
 NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 NOT_THERE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)  # without waiting, or without asking so at all
 CACHED_CHUNK_BYTES = 32 << 20  # of one read while nothing is waited for
+FEW_BYTES, FEW_SHARE = 64 << 20, 0.05  # that are not in the page cache, and change nothing about how the rest is read
 LOCAL_SHAPE = ReadShape(chunk_bytes=8 << 20, smallest_bytes=1 << 20, gap_bytes=4 << 10, in_flight=8)
 
 
@@ -73,8 +74,9 @@ class LocalFiles:
 
     @property
     def shape(self) -> ReadShape:
-        """As many readers as cores while everything comes from the page cache; then more, for less each."""
-        waits = self.method == "direct" or self.usage["buffered"] or self.usage["direct"]
+        """As many readers as cores while nearly everything comes from the page cache; then more, for less each."""
+        cold, cached = self.usage["buffered"] + self.usage["direct"], self.usage["cached"]
+        waits = self.method == "direct" or cold > min(FEW_BYTES, FEW_SHARE * (cold + cached))
         return LOCAL_SHAPE if waits else self._cached_shape
 
     def names(self) -> tuple[str, ...]:
