@@ -64,6 +64,7 @@ class LocalFiles:
         self.trial = Trial()
         self.gaps = Gaps()
         self.has_shares = False  # of rows to be read: then what comes next in a file is not what will be wanted next
+        self.out_of_step = Cheaper("scratch", "at once")
         self._rows: dict[tuple[int, int], Cheaper] = {}
         readers = min(LOCAL_SHAPE.in_flight, len(os.sched_getaffinity(0)))
         self._cached_shape = replace(LOCAL_SHAPE, chunk_bytes=CACHED_CHUNK_BYTES, in_flight=readers)
@@ -367,7 +368,7 @@ class LocalFile:
                 return pending
             there_now = before(pending, there)
             if compiled is not None and _is_out_of_step(there_now[0], offset):
-                count = self._by_scratch(compiled, offset, there_now[0])
+                count = self._out_of_step(compiled, offset, there_now[0])
             else:
                 count = self._at_once(offset, there_now)
             if count == 0:
@@ -376,6 +377,15 @@ class LocalFile:
             offset += count
             pending = after(pending, count)
         return pending
+
+    def _out_of_step(self, compiled: Native, offset: int, target: memoryview) -> int:
+        """By way of memory that is in step, or at once where the processor copies as fast between any places."""
+        ways = self._source.out_of_step
+        way, before_s = ways.way(), time.thread_time()
+        by_scratch = way == "scratch"
+        count = self._by_scratch(compiled, offset, target) if by_scratch else self._at_once(offset, [target])
+        ways.took(way, count, time.thread_time() - before_s)
+        return count
 
     def _by_scratch(self, compiled: Native, offset: int, target: memoryview) -> int:
         scratch = self._source.take_scratch()
@@ -456,10 +466,10 @@ def _copy(address: int, nbytes: int, buffers: list[memoryview]) -> list[memoryvi
 
 
 def _is_out_of_step(target: memoryview, offset: int) -> bool:
-    """Whether the kernel would copy slowly to this memory from `offset` of a file.
+    """Whether the kernel may copy slowly to this memory from `offset` of a file.
 
-    It does where the two lie differently in lines of 32 bytes; a tensor's place in a file is what its header's length
-    makes it, while in memory it begins with a line.
+    On some processors it does where the two lie differently in lines of 32 bytes; a tensor's place in a file is what
+    its header's length makes it, while in memory it begins with a line.
     """
     if target.nbytes < NATIVE_BYTES:
         return False

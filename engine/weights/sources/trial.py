@@ -161,7 +161,8 @@ class Cheaper:
     """Which of several ways of copying takes less of the processor's time a byte.
 
     Shares of rows out of the page cache: short ones that are near each other are cheaper with what lies between them,
-    others by a read for each.
+    others by a read for each. Ranges that lie otherwise in memory than in their file: some processors copy them in half
+    the time by way of memory where they lie alike, others in two thirds of it at once.
     """
 
     def __init__(self, *ways: str) -> None:

@@ -17,6 +17,7 @@ from firstlight.engine.weights.sources import local
 from firstlight.engine.weights.sources import native as compiled_reads
 from firstlight.engine.weights.sources.base import Rows, read_rows_at_once
 from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles, Method
+from firstlight.engine.weights.sources.trial import Cheaper
 from firstlight.kernels.native import library
 
 MAX_GAP_BYTES = LOCAL_SHAPE.gap_bytes
@@ -448,8 +449,9 @@ def test_a_range_by_way_of_a_buffer_is_the_same_bytes(tmp_path: Path, offset: in
     assert target == bytes(shift) + content[offset:] + bytes(100)
 
 
-def test_memory_out_of_step_with_its_file_is_filled_by_way_of_a_buffer(
-    files: dict[Path, bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["scratch", "at once"])
+def test_memory_out_of_step_with_its_file_is_filled_by_way_of_a_buffer_where_that_is_cheaper(
+    way: str, files: dict[Path, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is in step, or small, without one, in whatever order they come in one read."""
     path, content = list(files.items())[2]
@@ -469,10 +471,12 @@ def test_memory_out_of_step_with_its_file_is_filled_by_way_of_a_buffer(
     views = [memory[start:][:100], memory[start + 128 :][:large], memory[start + (1 << 20) + 8 :][: large + 1]]
     for offset, expected in ((28, [large + 1]), (36, [large]), (0, [large, large + 1])):
         taken.clear()
-        with closing(LocalFiles().open(str(path))) as opened:
+        source = LocalFiles()
+        source.out_of_step = Cheaper(way)
+        with closing(source.open(str(path))) as opened:
             opened.read_into(offset, views)
         assert b"".join(views) == content[offset : offset + sum(view.nbytes for view in views)]
-        assert taken == expected
+        assert taken == (expected if way == "scratch" else [])
 
 
 @pytest.mark.parametrize("compilers", [(), ("false",)])
