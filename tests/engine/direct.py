@@ -53,7 +53,7 @@ class Direct:
         self.model = Model(self.spec, self.weights, self.ops)
 
     def run(self, inputs: Arrays) -> Arrays:
-        """What this rank sees of a forward over whole sequences: `hidden.i`, `unnormed`, `logits`, `image_features`.
+        """What this rank sees of a forward over whole sequences: `hidden.i`, `logits`, `image_features`.
 
         Names as in golden files, arrays over flattened real tokens: [T, H] and [T, V].
         """
@@ -85,9 +85,9 @@ class Direct:
 
         def tap(name: str, value_TH: torch.Tensor) -> None:
             if found is not None and not name.endswith(".mixer"):
-                key = {"embed": "hidden.0", "norm": f"hidden.{last}", f"layers.{last - 1}": "unnormed"}.get(name)
-                key = f"hidden.{int(name.split('.')[1]) + 1}" if key is None else key
-                found[key] = value_TH.float().numpy().copy()
+                key = {"embed": 0, "norm": last}.get(name)
+                key = int(name.split(".")[1]) + 1 if key is None else key
+                found[f"hidden.{key}"] = value_TH.float().numpy().copy()
 
         return ForwardBatch(
             token_ids_T=torch.from_numpy(ids),

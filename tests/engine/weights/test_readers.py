@@ -492,23 +492,3 @@ def test_without_a_compiler_reads_are_plain(
     target = bytearray(len(content))
     read_pieces([(path, 0, memoryview(target))], 2)
     assert bytes(target) == content
-
-
-def test_a_few_bytes_that_are_waited_for_change_nothing_about_how_the_rest_is_read() -> None:
-    source = LocalFiles()
-    warm = source.shape
-    source.usage.add("cached", 100 << 20)
-    source.usage.add("buffered", 1 << 20)
-    assert source.shape == warm
-    source.usage.add("direct", 10 << 20)
-    assert source.shape == local.LOCAL_SHAPE
-    source.usage.add("cached", 10 << 30)
-    assert source.shape == warm, "what is waited for no longer is forgotten"
-    source.usage.add("buffered", 64 << 20)
-    assert source.shape == local.LOCAL_SHAPE, "nor is a large share waited for of what there is much of"
-
-
-def test_a_cold_source_is_read_by_many_at_once() -> None:
-    source = LocalFiles()
-    source.usage.add("buffered", 4096)
-    assert source.shape == local.LOCAL_SHAPE

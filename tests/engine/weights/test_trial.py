@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from firstlight.engine.weights.sources import trial
-from firstlight.engine.weights.sources.local import LocalFiles
+from firstlight.engine.weights.sources.local import LOCAL_SHAPE, LocalFiles
 
 
 def test_gaps_are_read_or_left_out_whichever_is_sooner_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +72,23 @@ def test_where_little_is_read_the_cache_serves_the_next_start() -> None:
     quick = trial.Trial()
     quick.took("buffered", 8 << 20, 0.0, 1.0)
     assert (quick.method(), quick.verdict) == ("buffered", "")
+
+
+def test_a_few_bytes_that_are_waited_for_change_nothing_about_how_the_rest_is_read() -> None:
+    source = LocalFiles()
+    warm = source.shape
+    source.usage.add("cached", 100 << 20)
+    source.usage.add("buffered", 1 << 20)
+    assert source.shape == warm
+    source.usage.add("direct", 10 << 20)
+    assert source.shape == LOCAL_SHAPE
+    source.usage.add("cached", 10 << 30)
+    assert source.shape == warm, "what is waited for no longer is forgotten"
+    source.usage.add("buffered", 64 << 20)
+    assert source.shape == LOCAL_SHAPE, "nor is a large share waited for of what there is much of"
+
+
+def test_a_cold_source_is_read_by_many_at_once() -> None:
+    source = LocalFiles()
+    source.usage.add("buffered", 4096)
+    assert source.shape == LOCAL_SHAPE
